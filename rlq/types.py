@@ -1,0 +1,109 @@
+"""What crosses the boundary between learner and samplers, and the `Sampler` protocol that both sides know.
+
+Axes: B completions, T completion tokens, G samples per prompt.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .errors import ConfigError, SamplerError
+from .publish import Snapshot
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How every request of a batch is sampled.
+
+    There is no top-p, top-k, min-p or penalty: they change the sampler's support, so that the ratio to a learner over
+    the full vocabulary is biased. Example: `Sampling(temperature=1.0, max_tokens=64, stop_token_ids=(1,))`.
+    """
+
+    temperature: float
+    """Softmax temperature, greater than 0; log-probs are those of the tempered distribution."""
+    max_tokens: int
+    """Longest completion in tokens, the end token included."""
+    stop_token_ids: tuple[int, ...]
+    """Every token id that ends a completion; it is kept as the last token, with its log-prob."""
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ConfigError(f"temperature {self.temperature} gives no ratio; use a value above 0, such as 1.0")
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens is {self.max_tokens}; use at least 1")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to be continued `num_samples` times."""
+
+    prompt_ids: tuple[int, ...]
+    """Prompt token ids, without padding."""
+    num_samples: int
+    """Completions wanted (G)."""
+    seed: int
+    """Sample i draws from a generator seeded with `seed + i`; unique per run, step and prompt."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled completion and who sampled it."""
+
+    prompt_ids: tuple[int, ...]
+    """The request's prompt."""
+    token_ids: tuple[int, ...]
+    """Sampled ids as the engine drew them, never re-tokenized; T of them."""
+    logprobs: tuple[float, ...]
+    """`sampler_logprobs`: log-prob in nats of each sampled token under the tempered sampler distribution; T of them."""
+    finish_reason: str
+    """`stop` (an end token was drawn) or `length`."""
+    version: int
+    """Learner step of the weights that sampled it."""
+    scheme: str
+    """Scheme name of those weights."""
+    temperature: float
+    """Temperature it was sampled at."""
+    seed: int
+    """Seed of this completion's generator."""
+
+    def __post_init__(self) -> None:
+        if len(self.logprobs) != len(self.token_ids):
+            raise SamplerError(
+                f"{len(self.token_ids)} tokens came with {len(self.logprobs)} log-probs; the engine must return one each"
+            )
+        if any(value is None for value in self.logprobs):
+            raise SamplerError("a sampled token came without its log-prob; request logprobs=0 from the engine")
+
+
+@dataclass(frozen=True)
+class InstallReport:
+    """What an install did."""
+
+    version: int
+    """Version now served."""
+    digest: str
+    """Digest read back from the engine's own storage."""
+    num_tensors: int
+    """Tensors installed."""
+    ship_s: float
+    """Seconds from the packed snapshot to its arrival; 0 in one process."""
+    install_s: float
+    """Seconds inside the engine (the slowest one of a pool)."""
+    pause_s: float
+    """Seconds during which no sampler could serve."""
+
+
+class Sampler(Protocol):
+    """Anything that serves one version of the policy: an engine, or a pool of engines."""
+
+    def install(self, snap: Snapshot) -> InstallReport:
+        """Serve `snap` from now on, or raise and keep serving what was served before."""
+        ...
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Rollout]:
+        """Return `num_samples` rollouts per request, in request order, all from `version`; SamplerError otherwise."""
+        ...
+
+    def close(self) -> None:
+        """Release engines and processes."""
+        ...
