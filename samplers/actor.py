@@ -1,0 +1,34 @@
+"""The Ray actor that hosts one sampler; a thin shell, so that everything below it runs and is tested without Ray."""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+from rlq.publish import PackedSnapshot, unpack
+from rlq.types import InstallReport, Request, Rollout, Sampler, Sampling
+
+
+class SamplerActor:
+    """Builds its sampler from a picklable factory and forwards calls.
+
+    Args:
+        factory: called with `args` in the actor's process.
+        args: picklable arguments.
+    """
+
+    def __init__(self, factory: Callable[..., Sampler], args: tuple):
+        self.sampler = factory(*args)
+
+    def where(self) -> tuple[str, int]:
+        """Host name and process id, for messages and for the tests that kill it."""
+        return socket.gethostname(), os.getpid()
+
+    def install(self, packed: PackedSnapshot) -> InstallReport:
+        """Install a snapshot that lies in shared memory."""
+        return self.sampler.install(unpack(packed))
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> tuple[list[Rollout], float]:
+        """Sample; returns the rollouts and the seconds spent."""
+        start = time.perf_counter()
+        return self.sampler.generate(requests, sampling, version), time.perf_counter() - start

@@ -1,0 +1,69 @@
+"""Settings of the samplers; parsed by TrlParser beside TRL's own configuration, hence the `sampler_` prefixes."""
+
+from dataclasses import dataclass, field
+
+from rlq.errors import ConfigError
+from rlq.schemes import Scheme
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What one vLLM engine needs besides the model's configuration and the scheme."""
+
+    max_model_len: int
+    """Longest prompt plus completion, in tokens."""
+    max_num_seqs: int = 128
+    """Completions decoded together."""
+    kv_cache_bytes: int = 64 << 20
+    """Size of the KV cache in bytes."""
+    arithmetic: str = "emulated"
+    """`emulated` (rlq's plugin, any device) or `kernel` (vLLM's own compressed-tensors kernels)."""
+    dtype: str = "float32"
+    """Compute dtype of everything that the scheme leaves alone."""
+    enforce_eager: bool = True
+    """Skip CUDA graphs; always on a CPU."""
+
+
+@dataclass
+class SamplerConfig:
+    """Who samples, in which precision, on how many actors."""
+
+    sampler_scheme: str = field(default="fp8", metadata={"help": "Model scheme of the samplers, such as fp8 or bf16."})
+    sampler_ignore: list[str] | None = field(
+        default=None, metadata={"help": "Modules kept in bf16 (exact names or re: patterns); default: head, norms, gates."}
+    )
+    num_samplers: int = field(default=2, metadata={"help": "Ray actors, one vLLM engine each."})
+    sampler_num_cpus: float = field(default=1, metadata={"help": "CPUs per actor, also its thread count."})
+    sampler_num_gpus: float = field(default=0, metadata={"help": "GPUs per actor; 0 samples on the CPU."})
+    sampler_max_model_len: int = field(default=128, metadata={"help": "Longest prompt plus completion, in tokens."})
+    sampler_max_num_seqs: int = field(default=128, metadata={"help": "Completions that one engine decodes together."})
+    sampler_kv_cache_mib: int = field(default=64, metadata={"help": "KV cache per engine in MiB."})
+    sampler_arithmetic: str = field(
+        default="emulated", metadata={"help": "emulated (exact values, any device) or kernel (vLLM's own, needs a GPU)."}
+    )
+    sampler_dtype: str = field(default="float32", metadata={"help": "Compute dtype outside the scheme."})
+    sampler_enforce_eager: bool = field(default=True, metadata={"help": "No CUDA graphs."})
+    sampler_max_restarts: int = field(default=3, metadata={"help": "Actor restarts in one run before it stops."})
+    sampler_startup_timeout_s: float = field(default=300.0, metadata={"help": "Seconds that actors get to load."})
+
+    def __post_init__(self) -> None:
+        self.scheme()
+        if self.num_samplers < 1:
+            raise ConfigError(f"num_samplers is {self.num_samplers}; use at least 1")
+        if self.sampler_arithmetic not in ("emulated", "kernel"):
+            raise ConfigError(f"sampler_arithmetic is {self.sampler_arithmetic!r}; use emulated or kernel")
+
+    def scheme(self) -> Scheme:
+        """The model scheme that the fields name."""
+        return Scheme.preset(self.sampler_scheme, ignore=self.sampler_ignore)
+
+    def engine(self) -> EngineOptions:
+        """The part that an engine sees."""
+        return EngineOptions(
+            max_model_len=self.sampler_max_model_len,
+            max_num_seqs=self.sampler_max_num_seqs,
+            kv_cache_bytes=self.sampler_kv_cache_mib << 20,
+            arithmetic=self.sampler_arithmetic,
+            dtype=self.sampler_dtype,
+            enforce_eager=self.sampler_enforce_eager,
+        )

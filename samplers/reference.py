@@ -1,0 +1,126 @@
+"""A transformers sampler with the same arithmetic: slow, readable, the parity reference of the vLLM engine."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from rlq.errors import SamplerError, SnapshotError
+from rlq.linear import emulated_linear
+from rlq.publish import Snapshot, check_specs, snapshot
+from rlq.quantize import QuantizedTensor
+from rlq.schemes import Scheme, TensorScheme
+from rlq.types import InstallReport, Request, Rollout, Sampling
+
+
+class EmulatedLinear(torch.nn.Module):
+    """A linear layer that holds published tensors and multiplies through `rlq.linear.emulated_linear`."""
+
+    def __init__(self, linear: torch.nn.Linear, weights: TensorScheme, activations: TensorScheme | None):
+        super().__init__()
+        self.weights, self.activations = weights, activations
+        self.weight = torch.nn.Parameter(torch.empty_like(linear.weight), requires_grad=False)
+        self.bias = linear.bias
+
+    def load(self, wire: dict[str, torch.Tensor]) -> None:
+        """Take the layer's wire tensors."""
+        self.weight.copy_(QuantizedTensor.from_wire(wire, self.weights).dequantize(self.weight.dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply."""
+        return emulated_linear(x, self.weight, self.bias, self.activations)
+
+
+class TransformersSampler:
+    """Samples with a transformers model in fp32, token by token, with the random numbers that vLLM would draw.
+
+    Args:
+        model_config: `config.json` of the learner's model, as a dict.
+        scheme: model scheme.
+    """
+
+    def __init__(self, model_config: dict, scheme: Scheme):
+        config = CONFIG_MAPPING[model_config["model_type"]].from_dict(
+            {k: v for k, v in model_config.items() if k != "quantization_config"}
+        )
+        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+        self.scheme = scheme
+        self.version: int | None = None
+        self.specs = snapshot(self.model.named_parameters(), scheme, 0).specs
+        emulate(self.model, scheme)
+
+    @torch.no_grad()
+    def install(self, snap: Snapshot) -> InstallReport:
+        """Serve `snap`; see `rlq.types.Sampler`."""
+        if snap.scheme != self.scheme:
+            raise SnapshotError(f"snapshot is {snap.scheme.name!r}, this sampler serves {self.scheme.name!r}; start one per scheme")
+        check_specs(snap.specs, self.specs)
+        start = time.perf_counter()
+        load_snapshot(self.model, snap)
+        self.version = snap.version
+        seconds = time.perf_counter() - start
+        return InstallReport(snap.version, snap.digest, len(snap.tensors), ship_s=0.0, install_s=seconds, pause_s=seconds)
+
+    @torch.no_grad()
+    def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Rollout]:
+        """Sample; see `rlq.types.Sampler`."""
+        if self.version != version:
+            raise SamplerError(f"asked for version {version}, serving {self.version}; install the current snapshot first")
+        return [
+            self._sample(request, sampling, request.seed + i) for request in requests for i in range(request.num_samples)
+        ]
+
+    def _sample(self, request: Request, sampling: Sampling, seed: int) -> Rollout:
+        generator = torch.Generator().manual_seed(seed)
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        step_input, cache = torch.tensor([request.prompt_ids]), None
+        while len(tokens) < sampling.max_tokens and (not tokens or tokens[-1] not in sampling.stop_token_ids):
+            out = self.model(input_ids=step_input, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            log_p = torch.log_softmax(out.logits[0, -1].float() / sampling.temperature, dim=-1)
+            # Gumbel-max written as vLLM does: p / Exp(1), so equal seeds draw equal tokens.
+            noise = torch.empty_like(log_p).exponential_(generator=generator)
+            token = int((log_p.exp() / noise).argmax())
+            tokens.append(token)
+            logprobs.append(float(log_p[token]))
+            step_input = torch.tensor([[token]])
+        reason = "stop" if tokens[-1] in sampling.stop_token_ids else "length"
+        assert self.version is not None
+        return Rollout(
+            request.prompt_ids, tuple(tokens), tuple(logprobs), reason, self.version, self.scheme.name, sampling.temperature, seed
+        )
+
+    @torch.no_grad()
+    def score(self, rollout: Rollout) -> torch.Tensor:
+        """Log-probs (T,) in nats of a rollout's tokens under the served weights, teacher-forced."""
+        ids = torch.tensor([rollout.prompt_ids + rollout.token_ids])
+        start = len(rollout.prompt_ids) - 1
+        log_p = torch.log_softmax(self.model(input_ids=ids).logits[0, start:-1].float() / rollout.temperature, dim=-1)
+        return log_p.gather(1, ids[0, start + 1 :, None])[:, 0]
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def emulate(model: torch.nn.Module, scheme: Scheme) -> None:
+    """Replace, in place, every linear that `scheme` quantizes by an `EmulatedLinear`."""
+    for name, module in list(model.named_modules()):
+        weights = scheme.for_module(name, 2) if isinstance(module, torch.nn.Linear) else None
+        if weights is not None:
+            model.set_submodule(name, EmulatedLinear(module, weights, scheme.activations))  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def load_snapshot(model: torch.nn.Module, snap: Snapshot) -> None:
+    """Load a snapshot into a model prepared by `emulate`."""
+    modules = dict(model.named_modules())
+    for name, tensor in snap.tensors.items():
+        module, _, leaf = name.rpartition(".")
+        if isinstance(modules[module], EmulatedLinear) and leaf != "bias":
+            if leaf == "weight":
+                modules[module].load({"weight": tensor, "weight_scale": snap.tensors[f"{module}.weight_scale"]})  # type: ignore
+        else:
+            modules[module].get_parameter(leaf).copy_(tensor)
