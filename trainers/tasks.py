@@ -50,10 +50,13 @@ def exact_match(completions: list[Any], answer: list[str], **kwargs: Any) -> lis
     Args:
         completions: N texts, or N conversations `[{"role": ..., "content": text}]`, whose first message counts.
         answer: N expected texts (the data set's column of that name).
-        kwargs: the other columns and hooks that TRL passes; unused.
+        kwargs: the other columns and hooks that TRL passes; the share of right answers is logged through `log_metric`.
     """
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    return [float(_TRAILING_SPECIAL_TOKENS.sub("", t) == a) for t, a in zip(texts, answer, strict=True)]
+    rewards = [float(_TRAILING_SPECIAL_TOKENS.sub("", t) == a) for t, a in zip(texts, answer, strict=True)]
+    if "log_metric" in kwargs:
+        kwargs["log_metric"]("rlq/rollout/accuracy", sum(rewards) / len(rewards))
+    return rewards
 
 
 def char_tokenizer() -> PreTrainedTokenizerFast:

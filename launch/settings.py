@@ -1,0 +1,116 @@
+"""From a YAML file and flags to a checked plan; everything here runs before anything expensive."""
+
+import os
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlq.bridge.options import BridgeConfig
+from rlq.errors import ConfigError
+from samplers.options import SamplerConfig
+from trainers.checkpoints import resolve_resume
+from trainers.compat import TrlParser
+from trainers.learner import LearnerPlan, load_rewards
+from trainers.options import QuantGRPOConfig, RunConfig
+from trainers.tracking import records
+
+CONFIGS = (RunConfig, QuantGRPOConfig, SamplerConfig, BridgeConfig)
+# Where Ray unpacks the working directory of a job; nothing written there outlives it.
+RAY_COPY = "runtime_resources/working_dir_files"
+
+
+class _Parser(TrlParser):
+    """TrlParser whose faults are one-line exceptions rather than a page of usage."""
+
+    def error(self, message: str):
+        raise ConfigError(f"{message}; the settings are the fields of " + ", ".join(c.__name__ for c in CONFIGS))
+
+
+def parse(argv: list[str], default_config: Path) -> tuple[tuple, dict[str, Any]]:
+    """Parse `--config FILE` (or the default) plus flags; unknown keys and flags raise ConfigError.
+
+    Returns:
+        One object per class of CONFIGS, and the flat settings that parse to the same objects again.
+    """
+    argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+    if "--config" not in argv:
+        argv = ["--config", str(default_config), *argv]
+    parser = _Parser(CONFIGS)
+    try:
+        parsed = parser.parse_args_and_config(argv)
+    except FileNotFoundError as error:
+        raise ConfigError(f"configuration {error.filename!r} does not exist; name one of configs/*.yaml") from None
+    except IndexError:
+        raise ConfigError("--config needs a file; name one of configs/*.yaml") from None
+    except (ValueError, TypeError, yaml.YAMLError) as error:
+        raise ConfigError(" ".join(str(error).split())) from None
+    at = argv.index("--config")
+    return parsed, _given(vars(parser.parse_args(argv[:at] + argv[at + 2 :])))
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    """All of rlq's settings, and those of TRL that are not at their defaults."""
+    defaults = TrlParser((QuantGRPOConfig,))
+    own = {f.name for c in CONFIGS if c is not QuantGRPOConfig for f in fields(c)}
+    return {k: v for k, v in values.items() if k in own or v != defaults.get_default(k)}
+
+
+def build_plan(
+    configs: tuple[RunConfig, QuantGRPOConfig, SamplerConfig, BridgeConfig], given: dict[str, Any], root: Path
+) -> tuple[LearnerPlan, SamplerConfig]:
+    """Check what can be checked without a model, create the run directory and write its `config.yaml`."""
+    run, grpo, sampler, bridge = configs
+    scheme, correction = sampler.scheme(), bridge.correction()
+    load_rewards(run.reward_funcs)
+    run_dir = resolve_run_dir(grpo, root)
+    checkpoints = run_dir / "checkpoints"
+    resume = resolve_resume(grpo.resume_from_checkpoint, checkpoints)
+    if resume is None and (run_dir / records.FILE).exists():
+        raise ConfigError(f"{run_dir} already holds a run; choose another --output_dir or --resume_from_checkpoint true")
+    resolved = given | {"output_dir": str(run_dir)}
+    write_config(run_dir, resolved)
+    grpo.output_dir = str(checkpoints)
+    plan = LearnerPlan(run, grpo, scheme, correction, run_dir, resolve_model(run.model_name_or_path, root), resume, resolved)
+    return plan, sampler
+
+
+def resolve_run_dir(grpo: QuantGRPOConfig, root: Path) -> Path:
+    """Absolute run directory: `--output_dir`, or runs/<run_name>-<time> below the checkout.
+
+    A job's working directory is a copy that Ray deletes, so there the runs go to ~/rlq/runs.
+    """
+    if grpo.output_dir != "trainer_output":  # TRL's default when nothing was given
+        directory = Path(grpo.output_dir).expanduser()
+        if not directory.is_absolute():
+            directory = _outside_ray(root) / directory
+        return directory
+    name = grpo.run_name or "grpo"
+    return _outside_ray(root) / "runs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _outside_ray(root: Path) -> Path:
+    return Path.home() / "rlq" if RAY_COPY in str(root) else root
+
+
+def resolve_model(name: str, root: Path) -> str:
+    """A path relative to the repository becomes absolute; anything else is left to transformers."""
+    local = root / name
+    if local.is_dir():
+        return str(local)
+    if Path(name).is_absolute() or name.startswith((".", "configs/")):
+        raise ConfigError(f"model {name!r} does not exist; name a checkpoint directory or a hub model")
+    return name
+
+
+def write_config(run_dir: Path, resolved: dict) -> None:
+    """Create the run directory and write the resolved configuration; ConfigError if it is not writable."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        partial = run_dir / "config.yaml.partial"
+        partial.write_text(yaml.safe_dump(resolved, sort_keys=True))
+        os.replace(partial, run_dir / "config.yaml")
+    except OSError as error:
+        raise ConfigError(f"run directory {run_dir} is not writable ({error.strerror}); choose another --output_dir") from None

@@ -1,0 +1,108 @@
+"""GRPO from quantized rollouts: TRL's trainer on two contact points, the generation seam and the score seam.
+
+Axes: B completions of a generation batch, T completion tokens (padded).
+"""
+
+import time
+from typing import Any
+
+import torch
+
+from rlq.bridge import Correction, correct
+from rlq.errors import SamplerError
+from rlq.schemes import Scheme
+from rlq.types import Sampler
+
+from .compat import GRPOTrainer
+from .generation import SamplerGeneration
+from .options import QuantGRPOConfig
+
+
+class QuantGRPOTrainer(GRPOTrainer):
+    """GRPOTrainer whose completions come from quantized samplers and whose loss is corrected for it.
+
+    `samplers` and `correction` come on top of GRPOTrainer's arguments; everything else means what it means there. Per
+    token three log-probs exist: `sampler_logprobs` (who acted), `old_logprobs` (learner at the sampled version) and
+    `logprobs` (learner now). The loss is weighted by the bridge's w(old_logprobs - sampler_logprobs).
+
+    Args:
+        samplers: engine or pool with a `scheme`; on ranks other than 0 pass None.
+        scheme: how published weights are quantized.
+        correction: what the bridge does; the default is token truncation at 2 with a veto at 1e-4.
+    """
+
+    args: QuantGRPOConfig
+
+    def __init__(
+        self, *args, samplers: Sampler | None, scheme: Scheme, correction: Correction | None = None, **kwargs
+    ):
+        super().__init__(*args, **kwargs)
+        self.scheme = scheme
+        self.correction = correction or Correction()
+        self.stop_token_ids = declared_stop_ids(self.model, self.processing_class)
+        # The generation seam: what TRL sets up for a vLLM server, with our object in its place.
+        self.use_vllm, self.vllm_mode, self._last_loaded_step = True, "server", -1
+        self.vllm_generation = SamplerGeneration(self, samplers)
+        self._reducer = AccelerateReducer(self.accelerator) if self.accelerator.num_processes > 1 else None
+
+    def log_rlq(self, metrics: dict[str, float]) -> None:
+        """Add values, equal on every rank, to the next log entry under `rlq/`."""
+        mode = "train" if self.model.training else "eval"
+        for name, value in metrics.items():
+            self._metrics[mode][f"rlq/{name}"].append(value)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """The score seam: replace TRL's ratio by the bridge's weights, and its loss mask by the tokens that stay."""
+        out = super()._generate_and_score_completions(inputs)
+        start = time.perf_counter()
+        mask = out["completion_mask"].bool()
+        if "tool_mask" in out:
+            mask &= out["tool_mask"].bool()
+        learner, sampler = out["old_per_token_logps"], out["sampling_per_token_logps"]
+        bridge = correct(learner, sampler, mask, self.correction, reduce=self._reducer)
+        self._refuse_nonfinite(bridge.metrics)
+        stay = bridge.finite if self.correction.denominator == "fixed" else bridge.keep
+        out["importance_sampling_ratio"] = bridge.weights
+        # TRL multiplies the loss by this mask and attends with completion_mask, so that a token can leave the loss
+        # without leaving the context.
+        out["tool_mask"] = stay.to(out["completion_mask"].dtype)
+        out["num_items_in_batch"] = torch.tensor(bridge.denominator, device=mask.device)
+        self.log_rlq(bridge.metrics)
+        self.log_rlq({"time/bridge_s": time.perf_counter() - start})
+        return out
+
+    def _refuse_nonfinite(self, metrics: dict[str, float]) -> None:
+        bad, good = metrics["nonfinite_tokens"], metrics["tokens"]
+        if bad > self.args.max_nonfinite_frac * (bad + good):
+            raise SamplerError(
+                f"{bad:.0f} of {bad + good:.0f} sampled tokens have no finite log-prob; the sampler or the learner is "
+                "broken (raise max_nonfinite_frac only to study it)"
+            )
+
+
+class AccelerateReducer:
+    """`rlq.bridge.Reducer` over accelerate's ranks."""
+
+    def __init__(self, accelerator):
+        self.accelerator = accelerator
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Elementwise sum."""
+        return self._gather(values).sum(0)
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        """Elementwise maximum."""
+        return self._gather(values).amax(0)
+
+    def _gather(self, values: torch.Tensor) -> torch.Tensor:
+        gathered = self.accelerator.gather(values[None].to(self.accelerator.device))
+        return gathered.to(values.device)
+
+
+def declared_stop_ids(model, processing_class) -> tuple[int, ...]:
+    """Every end-of-sequence id that the tokenizer or the model's generation config declares, sorted."""
+    declared = [getattr(processing_class, "eos_token_id", None), model.generation_config.eos_token_id]
+    ids: set[int] = set()
+    for value in declared:
+        ids.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    return tuple(sorted(ids))

@@ -1,0 +1,143 @@
+"""The learner: model, data and rewards from a configuration, training, and what a run leaves behind."""
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, ProgressCallback
+
+from rlq.bridge import Correction
+from rlq.errors import ConfigError
+from rlq.publish import snapshot, write_directory
+from rlq.schemes import Scheme
+from rlq.types import Sampler
+
+from .checkpoints import CheckpointMarker
+from .grpo import QuantGRPOTrainer
+from .options import QuantGRPOConfig, RunConfig
+from .tasks import DATASETS, REWARDS
+from .tracking import curves, records, wandb_run
+from .tracking.callback import RunRecorder, summary_table
+
+
+@dataclass(frozen=True)
+class LearnerPlan:
+    """Everything a learner needs, resolved and checked."""
+
+    run: RunConfig
+    """What is trained on what."""
+    grpo: QuantGRPOConfig
+    """TRL's settings; `output_dir` is the run's checkpoint directory."""
+    scheme: Scheme
+    """Scheme of the samplers."""
+    correction: Correction
+    """What the bridge does."""
+    run_dir: Path
+    """Absolute run directory."""
+    model_path: str
+    """Local directory or hub name of the initial policy."""
+    resume: Path | None
+    """Complete checkpoint to resume from."""
+    config: dict[str, Any]
+    """The resolved configuration, for wandb."""
+
+
+def load_dataset(run: RunConfig, seed: int):
+    """The training set: generated, a local file or folder, or a hub name.
+
+    Raises:
+        ConfigError: it cannot be loaded or has no `prompt` column.
+    """
+    import datasets
+
+    name = run.dataset_name
+    if name in DATASETS:
+        data = DATASETS[name](run.dataset_rows, seed)
+    elif Path(name).is_file():
+        data = datasets.load_dataset(Path(name).suffix[1:].replace("jsonl", "json"), data_files=name, split=run.dataset_split)
+    elif (Path(name) / "dataset_info.json").is_file():
+        data = datasets.load_from_disk(name)
+    else:
+        try:
+            data = datasets.load_dataset(name, split=run.dataset_split)
+        except (FileNotFoundError, ConnectionError, ValueError) as error:
+            raise ConfigError(f"dataset {name!r} cannot be loaded ({error}); use {sorted(DATASETS)}, a file or a hub name") from None
+    if "prompt" not in data.column_names:
+        raise ConfigError(f"dataset {name!r} has no `prompt` column, only {data.column_names}; rename one to `prompt`")
+    return data
+
+
+def load_rewards(names: list[str]) -> list[Callable]:
+    """Reward functions by built-in name or dotted path; ConfigError if one does not exist."""
+    functions = []
+    for name in names:
+        if name in REWARDS:
+            functions.append(REWARDS[name])
+            continue
+        module, _, attribute = name.rpartition(".")
+        try:
+            functions.append(getattr(importlib.import_module(module), attribute))
+        except (ImportError, AttributeError, ValueError):
+            raise ConfigError(f"reward {name!r} not found; use {sorted(REWARDS)} or a dotted path such as my_module.my_reward") from None
+    return functions
+
+
+def build_trainer(plan: LearnerPlan, samplers: Sampler | None) -> QuantGRPOTrainer:
+    """Load model, tokenizer, data and rewards, and set the trainer up."""
+    if plan.run.learner_num_threads:
+        torch.set_num_threads(plan.run.learner_num_threads)
+    # fp32 masters: what is published is their bf16 cast.
+    model = AutoModelForCausalLM.from_pretrained(plan.model_path, dtype=torch.float32)
+    trainer = QuantGRPOTrainer(
+        model=model,
+        reward_funcs=load_rewards(plan.run.reward_funcs),
+        args=plan.grpo,
+        train_dataset=load_dataset(plan.run, plan.grpo.seed),
+        processing_class=AutoTokenizer.from_pretrained(plan.model_path),
+        samplers=samplers,
+        scheme=plan.scheme,
+        correction=plan.correction,
+        callbacks=[RunRecorder(plan.run_dir), CheckpointMarker()],
+    )
+    for callback in (PrinterCallback, ProgressCallback):  # rlq has its own display
+        trainer.remove_callback(callback)
+    return trainer
+
+
+def train(plan: LearnerPlan, samplers: Sampler | None) -> None:
+    """Train, then leave `final/`, `final-<scheme>/`, `curves.png` and a table behind."""
+    trainer = build_trainer(plan, samplers)
+    main = trainer.accelerator.is_main_process
+    if main and "wandb" in plan.grpo.report_to:
+        wandb_run.start(plan.run_dir, plan.run_dir.name, plan.grpo.run_name or plan.run_dir.name, plan.config)
+    trainer.train(resume_from_checkpoint=str(plan.resume) if plan.resume else None)
+    state = trainer.accelerator.get_state_dict(trainer.model) if trainer.accelerator.num_processes > 1 else None
+    if main:
+        save_final(trainer, plan, state)
+        history = [r for r in records.load(plan.run_dir / records.FILE) if "loss" in r]
+        curves.plot_curves({plan.run_dir.name: history}, plan.run_dir / "curves.png")
+        from rich.console import Console
+
+        Console(width=100).print(summary_table(history))
+    trainer.end()
+
+
+def save_final(trainer: QuantGRPOTrainer, plan: LearnerPlan, state: dict[str, torch.Tensor] | None) -> None:
+    """Write the trained policy in bf16, and as samplers serve it."""
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    version = trainer.state.global_step
+    final = plan.run_dir / "final"
+    bf16 = {name: t.to(torch.bfloat16) for name, t in (state or model.state_dict()).items()}
+    model.save_pretrained(final, state_dict=bf16)
+    config = json.loads((final / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (final / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    trainer.processing_class.save_pretrained(final)
+    if plan.scheme.weights is not None:
+        quantized = plan.run_dir / f"final-{plan.scheme.name}"
+        named = state.items() if state else model.named_parameters()
+        trainer.processing_class.save_pretrained(quantized)
+        write_directory(snapshot(named, plan.scheme, version), quantized, config)

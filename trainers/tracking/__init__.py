@@ -1,0 +1,1 @@
+"""What a run shows: metrics.jsonl, a progress line, wandb, curves and a closing table."""

@@ -1,0 +1,84 @@
+"""The trainer callback that records and shows each step, and the closing table."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from . import records
+from .progress import Progress
+
+
+class RunRecorder(TrainerCallback):
+    """Writes metrics.jsonl and feeds the progress display.
+
+    Args:
+        run_dir: absolute run directory.
+    """
+
+    def __init__(self, run_dir: Path):
+        self.path = run_dir / records.FILE
+        self.progress: Progress | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Start the display; after a resume, drop what is about to be written again."""
+        if state.is_world_process_zero:
+            records.truncate_after(self.path, state.global_step)
+            self.progress = Progress(state.max_steps, state.global_step)
+
+    def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs):
+        """Record and show."""
+        if self.progress is None or logs is None or "train_runtime" in logs:
+            return
+        record = {"step": state.global_step, "time": round(time.time(), 3), **logs}
+        records.append(self.path, record)
+        if "loss" in logs:
+            self.progress.update(state.global_step, record)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Close the display."""
+        if self.progress is not None:
+            self.progress.close()
+
+
+SUMMARY_ROWS: tuple[tuple[str, str], ...] = (
+    ("reward", "reward"),
+    ("sampling accuracy", "rlq/rollout/accuracy"),
+    ("sampler KL k3 (nats/token)", "rlq/sampler_kl_k3"),
+    ("mean |log ratio|", "rlq/logratio_abs_mean"),
+    ("clipped above (tokens)", "rlq/clip_frac_high"),
+    ("vetoed (sequences)", "rlq/veto_seq_frac"),
+    ("ESS, tokens / sequences", "rlq/ess_token"),
+    ("", "rlq/ess_seq"),
+    ("tokens per second", "rlq/rollout/tokens_per_s"),
+    ("published bytes", "rlq/sync/bytes"),
+    ("install (s)", "rlq/sync/install_s"),
+    ("step (s)", "step_time"),
+)
+"""Label and metric of each row of the closing table."""
+
+WINDOW = 5  # steps averaged at either end
+
+
+def summary_table(history: list[dict[str, Any]]):
+    """First and last `WINDOW` logged steps side by side, as a rich table."""
+    from rich.table import Table
+
+    table = Table(title=f"{len(history)} logged steps", show_edge=False)
+    for heading in ("", f"first {WINDOW}", f"last {WINDOW}"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for label, metric in SUMMARY_ROWS:
+        first, last = (_mean(rows, metric) for rows in (history[:WINDOW], history[-WINDOW:]))
+        if last is not None:
+            table.add_row(label or metric, _text(first), _text(last))
+    return table
+
+
+def _mean(rows: list[dict[str, Any]], metric: str) -> float | None:
+    values = [row[metric] for row in rows if row.get(metric) is not None]
+    return sum(values) / len(values) if values else None
+
+
+def _text(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"

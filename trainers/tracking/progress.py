@@ -1,0 +1,55 @@
+"""One line, or one bar, per step: reward, sampler KL, clip fraction, tokens per second."""
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from tqdm import tqdm
+
+SHOWN = {
+    "reward": "reward",
+    "rlq/sampler_kl_k3": "k3",
+    "rlq/clip_frac_high": "clip",
+    "rlq/rollout/tokens_per_s": "tok/s",
+}
+"""Metric name to its label in the bar."""
+
+
+class Progress:
+    """A bar on a terminal, plain lines elsewhere, JSON lines for `launch/run.py` (RLQ_PROGRESS=json).
+
+    Args:
+        max_steps: steps of the run.
+        start_step: steps already done, when resuming.
+    """
+
+    def __init__(self, max_steps: int, start_step: int = 0):
+        self.max_steps = max_steps
+        self.start_step, self.start = start_step, time.monotonic()
+        self.json = os.environ.get("RLQ_PROGRESS") == "json"
+        self.bar = None
+        if not self.json and sys.stdout.isatty():
+            self.bar = tqdm(total=max_steps, initial=start_step, desc="grpo", unit="step", file=sys.stdout)
+
+    def update(self, step: int, record: dict[str, Any]) -> None:
+        """Show one step."""
+        shown = {label: record[name] for name, label in SHOWN.items() if record.get(name) is not None}
+        if self.json:
+            done = step - self.start_step
+            eta = (time.monotonic() - self.start) / max(done, 1) * (self.max_steps - step)
+            line = {"step": step, "max_steps": self.max_steps, "eta_s": round(eta)}
+            line |= {name: record[name] for name in SHOWN if record.get(name) is not None}
+            print("rlq-step " + json.dumps(line), flush=True)
+        elif self.bar is not None:
+            self.bar.set_postfix({label: f"{value:.3g}" for label, value in shown.items()}, refresh=False)
+            self.bar.update(step - self.bar.n)
+        else:
+            text = "  ".join(f"{label} {value:.3g}" for label, value in shown.items())
+            print(f"step {step}/{self.max_steps}  {text}", flush=True)
+
+    def close(self) -> None:
+        """Leave the bar where it is."""
+        if self.bar is not None:
+            self.bar.close()

@@ -1,0 +1,36 @@
+"""`metrics.jsonl`: one JSON object per logging step, appended as it happens."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+FILE = "metrics.jsonl"
+
+
+def append(path: Path, record: dict[str, Any]) -> None:
+    """Append one record; a non-finite number becomes null, which every JSON reader accepts."""
+    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    with path.open("a") as file:
+        file.write(json.dumps(clean) + "\n")
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    """Read all records; a last line that a crash cut short is left out."""
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def truncate_after(path: Path, step: int) -> None:
+    """Drop records beyond `step`, which a resumed run is about to write again."""
+    if path.exists():
+        kept = [json.dumps(r) + "\n" for r in load(path) if r["step"] <= step]
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(kept))
+        os.replace(partial, path)
