@@ -2,7 +2,7 @@
 
 import torch
 
-from .quantize import fake_quantize
+from .quantize import quantize_activations
 from .schemes import TensorScheme
 
 
@@ -18,8 +18,8 @@ def emulated_linear(
         x: (..., in) activations.
         weight: (out, in) dequantized weight in `x.dtype`.
         bias: (out,) or None.
-        activations: scheme of Q, computed dynamically; None leaves `x` alone.
+        activations: scheme of Q, computed dynamically; None leaves `x` alone. NaN and infinity come out as NaN.
     """
     if activations is not None:
-        x = fake_quantize(x, activations)
+        x = quantize_activations(x, activations)
     return torch.nn.functional.linear(x, weight, bias)

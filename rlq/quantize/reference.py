@@ -27,17 +27,27 @@ def quantize(x: torch.Tensor, scheme: TensorScheme | str) -> QuantizedTensor:
     """
     scheme = TensorScheme.parse(scheme) if isinstance(scheme, str) else scheme
     if not x.is_floating_point() or x.ndim == 0:
-        raise ConfigError(f"cannot quantize a {x.ndim}-d {x.dtype} tensor; pass bf16, fp16 or fp32 with a last dimension")
-    x = x.to(torch.float32)
-    # The extrema are NaN or infinite exactly when some element is, so the check costs nothing extra.
-    amax = torch.linalg.vector_norm(x, ord=float("inf"), dim=-1, keepdim=True) if x.numel() else x.new_zeros(*x.shape[:-1], 1)
-    if not torch.isfinite(amax).all():
-        raise SnapshotError(f"cannot quantize: {int((~torch.isfinite(x)).sum())} non-finite values in shape {tuple(x.shape)}")
-    return _quantize_rows(x, amax, scheme)
+        raise ConfigError(
+            f"cannot quantize a {x.ndim}-d {x.dtype} tensor; pass bf16, fp16 or fp32 with a last dimension"
+        )
+    quantized = encode(x, scheme)
+    # A scale is NaN or infinite exactly when some element of its row is, so the check costs nothing extra.
+    if not torch.isfinite(quantized.scale).all():
+        raise SnapshotError(
+            f"cannot quantize: {int((~torch.isfinite(x)).sum())} non-finite values in shape {tuple(x.shape)}"
+        )
+    return quantized
 
 
-def _quantize_rows(x: torch.Tensor, amax: torch.Tensor, scheme: TensorScheme) -> QuantizedTensor:
+def encode(x: torch.Tensor, scheme: TensorScheme) -> QuantizedTensor:
+    """`quantize` without the checks: a row that holds NaN or infinity dequantizes to NaN."""
     element = scheme.element
+    x = x.to(torch.float32)
+    amax = (
+        torch.linalg.vector_norm(x, ord=float("inf"), dim=-1, keepdim=True)
+        if x.numel()
+        else x.new_zeros(*x.shape[:-1], 1)
+    )
     # A device tensor as divisor: dividing by a Python scalar becomes a multiplication by its reciprocal on CUDA.
     scale = amax / torch.tensor(element.max_finite, dtype=torch.float32, device=x.device)
     scale = torch.where(scale == 0, ZERO_ROW_SCALE, scale)
