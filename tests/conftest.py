@@ -5,6 +5,7 @@ processes that tests start inherit them.
 """
 
 import os
+import secrets
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,10 @@ os.environ.update(
     # Ray runs workers at nice 15 by default, which triples their import time on a busy machine.
     RAY_worker_niceness="0",
     TOKENIZERS_PARALLELISM="false",
+    # Ray listens on every interface; with a token nobody else can run code through it, and one in the environment keeps
+    # it from writing ~/.ray/auth_token.
+    RAY_AUTH_MODE="token",
+    RAY_AUTH_TOKEN=secrets.token_hex(32),
 )
 # Tests that talk to a cluster start their own.
 os.environ.pop("RAY_ADDRESS", None)
