@@ -5,8 +5,12 @@
 
 from .core import BridgeOutput, correct
 from .correction import Correction
-from .metrics import METRIC_NAMES, QUANTILE_RESOLUTION, BridgeSums, DistributedReducer, Reducer
-from .ratio import MAX_LOG_RATIO
+from .histogram import QUANTILE_RESOLUTION
+from .metrics import METRIC_NAMES, BridgeSums
+from .ratio import MAX_LOG_RATIO, LogRatio
+from .reduce import DistributedReducer, Reducer
+from .registry import register_correction
+from .rules import RejectRule
 
 __all__ = [
     "MAX_LOG_RATIO",
@@ -16,6 +20,9 @@ __all__ = [
     "BridgeSums",
     "Correction",
     "DistributedReducer",
+    "LogRatio",
     "Reducer",
+    "RejectRule",
     "correct",
+    "register_correction",
 ]

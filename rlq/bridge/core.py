@@ -6,15 +6,19 @@ Axes: B sequences, T completion tokens (padded).
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError
 from .correction import Correction
-from .metrics import Applied, BridgeSums, Reducer, sums_of
-from .ratio import MAX_LOG_RATIO, LogRatio, log_ratio
+from .metrics import BridgeSums
+from .ratio import log_ratio
+from .reduce import Reducer
+from .rules import RuleInputs
+from .summary import summarise
+from .weights import apply
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +37,14 @@ class BridgeOutput:
     """(B, T) bool, tokens of the mask with two finite log-probs; what a ``fixed`` denominator counts."""
 
     denominator: float
-    """Tokens to divide the summed loss by: ``finite`` (fixed) or ``keep`` (kept), over all ranks when a reducer is given.
+    """Tokens to divide the summed loss by: ``finite`` (fixed) or ``keep`` (kept), over all ranks with a reducer.
     At least 1, so that a batch that lost every token has loss 0 and gradient 0 rather than NaN."""
 
     log_ratio: Tensor
     """(B, T) learner minus sampler, bounded to +-``MAX_LOG_RATIO``, 0 outside ``finite``."""
+
+    upper: float
+    """Upper bound in effect: the correction's own, or the cap that ``ess_target`` chose."""
 
     sums: BridgeSums
     """Additive summary of this rank's batch; ``merge`` it over micro-batches. Not yet reduced over ranks."""
@@ -53,6 +60,7 @@ def correct(
     mask: Tensor,
     correction: Correction,
     *,
+    advantages: Tensor | None = None,
     reduce: Reducer | None = None,
 ) -> BridgeOutput:
     """Correction weights, kept tokens and metrics of one batch of rollouts.
@@ -63,17 +71,21 @@ def correct(
 
     Args:
         learner_logprobs: (B, T), any floating dtype; log-probs under the learner. A gradient it carries is ignored.
-        sampler_logprobs: (B, T), any floating dtype; log-probs of the same ids under the distribution that sampled them.
+        sampler_logprobs: (B, T), any floating dtype; log-probs of the same ids under what sampled them.
         mask: (B, T) bool, True on completion tokens. What lies outside it never matters, NaN included.
         correction: what to do.
+        advantages: (B,) or (B, T); only rules that depend on an advantage's sign need it.
         reduce: combines sums over the ranks that share the batch; None means this is the whole batch.
 
     Raises:
         ConfigError: shapes, dtypes or a missing tensor, see ``check_inputs``.
     """
     ratio = log_ratio(learner_logprobs, sampler_logprobs, mask)
-    applied = _apply(ratio, correction)
-    sums = sums_of(ratio, learner_logprobs, sampler_logprobs, mask, applied)
+    if advantages is not None and advantages.shape not in (mask.shape, mask.shape[:1]):
+        raise ConfigError(f"advantages have shape {tuple(advantages.shape)}: pass (batch,) or (batch, tokens)")
+    inputs = RuleInputs(ratio, learner_logprobs, sampler_logprobs, advantages)
+    applied = apply(inputs, correction, reduce)
+    sums = summarise(inputs, applied)
     total = sums if reduce is None else sums.reduce(reduce)
     tokens, kept = total.value("tokens"), total.value("kept")
     if tokens and not kept:
@@ -84,65 +96,7 @@ def correct(
         finite=ratio.finite_BT,
         denominator=max(1.0, tokens if correction.denominator == "fixed" else kept),
         log_ratio=ratio.bounded_BT,
+        upper=applied.upper,
         sums=sums,
         metrics=total.metrics(),
     )
-
-
-def _apply(ratio: LogRatio, correction: Correction) -> Applied:
-    none = torch.zeros((), dtype=torch.float64, device=ratio.sum_B.device)
-    keep = ratio.finite_BT
-    rho = _level_ratio(ratio, correction.level)
-    high = rho > correction.upper
-    low = rho < (correction.lower or 0.0)
-    clip_high = _count(high, ratio) if correction.mode != "none" else none
-    clip_low = _count(low, ratio) if correction.lower else none
-    masked = none
-    if correction.mode == "mask":
-        keep = keep & ~(high | low)
-        masked = clip_high + clip_low
-    vetoed = _vetoed(ratio, correction.veto)
-    if vetoed is not None:
-        keep = keep & ~vetoed[:, None]
-    if correction.mode == "none":
-        weights = torch.ones_like(rho)
-    else:
-        weights = rho.clamp(min=correction.lower or 0.0, max=correction.upper)
-    return Applied(
-        weights_BT=torch.where(keep, weights, torch.zeros((), dtype=rho.dtype, device=rho.device)),
-        keep_BT=keep,
-        clip_high=clip_high,
-        clip_low=clip_low,
-        masked=masked,
-        rejected_seqs=none,
-        vetoed_seqs=none if vetoed is None else vetoed.sum(),
-    )
-
-
-def _level_ratio(ratio: LogRatio, level: str) -> Tensor:
-    """rho at the level: (B, T) for tokens, (B, 1) where all tokens of a sequence share it."""
-    if level == "token":
-        return ratio.bounded_BT.exp()
-    log_B = ratio.sum_B if level == "sequence" else ratio.sum_B / ratio.tokens_B.clamp(min=1)
-    return log_B.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().to(ratio.exact_BT.dtype)[:, None]
-
-
-def _count(outside: Tensor, ratio: LogRatio) -> Tensor:
-    """Tokens outside a bound. Places that are not finite tokens have ratio 1 and are never outside."""
-    if outside.shape[1] == 1:
-        return (outside[:, 0] * ratio.tokens_B).sum()
-    return torch.count_nonzero(outside)
-
-
-def _vetoed(ratio: LogRatio, veto: tuple[float | None, float | None] | None) -> Tensor | None:
-    """(B,) bool, sequences with a token whose exact ratio lies outside the veto's bounds; None where there is none."""
-    if veto is None:
-        return None
-    low, high = veto
-    vetoed = None
-    if low is not None and ratio.min < math.log(low):
-        vetoed = (ratio.exact_BT < math.log(low)).any(-1)
-    if high is not None and ratio.max > math.log(high):
-        above = (ratio.exact_BT > math.log(high)).any(-1)
-        vetoed = above if vetoed is None else vetoed | above
-    return vetoed

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from ..errors import ConfigError
+from .registry import check_registered
+from .rules import RejectRule, as_rules, check_choice
 
-Level = Literal["token", "sequence", "geometric"]
+Level = Literal["token", "sequence", "geometric", "segment"]
 Mode = Literal["none", "truncate", "clip", "mask"]
+Normalize = Literal["none", "batch", "self"]
 Denominator = Literal["fixed", "kept"]
 
 
@@ -18,15 +21,16 @@ class Correction:
     """How a token's loss is weighted for having been sampled by another distribution than the learner's.
 
     With ell_t = log pi_learner - log pi_sampler, the ratio rho of a token is exp(ell_t) at level ``token``,
-    exp(sum_t ell_t) at level ``sequence`` and exp(mean_t ell_t) at level ``geometric`` (the same for every token of the
-    sequence). Every threshold is a bound on rho itself, never on its log.
+    exp(sum ell) at level ``sequence``, exp(mean ell) at level ``geometric`` (both the same for every token of the
+    sequence), and exp(mean ell) over its own contiguous run of the mask at level ``segment`` (one turn of a dialogue).
+    Every threshold is a bound on rho itself, never on its log.
 
     Raises:
         ConfigError: a field is out of range or two fields contradict each other.
     """
 
     level: Level = "token"
-    """Over what the ratio is formed. ``sequence`` is unbiased and explodes with length; ``token`` is the usual trade."""
+    """Over what the ratio is formed. ``sequence`` is unbiased and its variance grows with length; ``token`` trades."""
 
     mode: Mode = "truncate"
     """``truncate`` min(rho, upper); ``clip`` rho into [lower, upper]; ``mask`` rho inside the band, dropped outside;
@@ -38,20 +42,56 @@ class Correction:
     lower: float | None = None
     """Smallest weight, in [0, 1]; None is no lower bound. Only ``clip`` and ``mask`` have one."""
 
+    reject: tuple[RejectRule, ...] | None = None
+    """Rules that drop tokens or sequences; all must be passed. A list, or mappings as YAML gives them. None is off."""
+
     veto: tuple[float | None, float | None] | None = (1e-4, None)
-    """(low, high) bounds on the ratio of every single token: one token outside drops its whole sequence. None is off."""
+    """(low, high) bounds on the ratio of every single token: one token outside drops its sequence. None is off."""
+
+    normalize: Normalize = "none"
+    """``batch`` divides weights by their mean before anything is dropped (over tokens, or over sequences where a
+    sequence has one weight); ``self`` scales them so that the loss is sum(w x) / sum(w) over the kept tokens."""
+
+    ess_target: float | None = None
+    """Choose the cap in [1, upper] as the largest whose weights keep at least this effective sample size, in (0, 1)."""
 
     denominator: Denominator = "fixed"
     """Tokens the loss is divided by: ``fixed`` all finite tokens, so that dropping cannot raise the step size of the
     rest; ``kept`` only the tokens that stay."""
 
+    custom: str | None = None
+    """Name of a function given to ``register_correction``; it computes the weights in place of level and mode."""
+
     def __post_init__(self) -> None:
-        _check_choice("level", self.level, Level)
-        _check_choice("mode", self.mode, Mode)
-        _check_choice("denominator", self.denominator, Denominator)
+        check_choice("level", self.level, Level)
+        check_choice("mode", self.mode, Mode)
+        check_choice("normalize", self.normalize, Normalize)
+        check_choice("denominator", self.denominator, Denominator)
         self._check_band()
         if self.veto is not None:
             object.__setattr__(self, "veto", _checked_veto(self.veto))
+        if self.reject is not None:
+            object.__setattr__(self, "reject", as_rules(self.reject))
+        if self.ess_target is not None:
+            self._check_ess_target(self.ess_target)
+        if self.custom is not None:
+            check_registered(self.custom)
+
+    @classmethod
+    def preset(cls, name: str, **changes: object) -> Correction:
+        """A peer's setting by name, such as ``verl/decoupled_token_is``, with fields changed on the way.
+
+        Raises:
+            ConfigError: unknown name; the message lists close ones.
+        """
+        from .presets import preset  # the table builds Corrections: imported here to break the cycle
+
+        return preset(name, **changes)
+
+    @property
+    def per_sequence(self) -> bool:
+        """Whether all tokens of a sequence share one weight."""
+        return self.custom is None and self.level in ("sequence", "geometric")
 
     def _check_band(self) -> None:
         if self.lower is not None and self.lower > self.upper:
@@ -63,14 +103,13 @@ class Correction:
         if not 0.0 <= self.lower <= 1.0:
             raise ConfigError(f"lower={self.lower} must lie in [0, 1]: it bounds the ratio itself, not its log")
         if self.mode not in ("clip", "mask"):
-            raise ConfigError(
-                f"lower={self.lower} has no effect with mode={self.mode!r}: use mode='clip' or drop lower"
-            )
+            raise ConfigError(f"lower={self.lower} has no effect with mode={self.mode!r}: use mode='clip' or drop it")
 
-
-def _check_choice(field: str, value: object, choices: object) -> None:
-    if value not in get_args(choices):
-        raise ConfigError(f"{field}={value!r} is not one of {', '.join(get_args(choices))}")
+    def _check_ess_target(self, target: float) -> None:
+        if not 0.0 < target < 1.0:
+            raise ConfigError(f"ess_target={target} must lie in (0, 1): it is a share of the tokens")
+        if self.mode not in ("truncate", "clip") or self.custom is not None:
+            raise ConfigError("ess_target chooses a cap: use it with mode='truncate' or mode='clip'")
 
 
 def _checked_veto(veto: object) -> tuple[float | None, float | None]:

@@ -16,7 +16,7 @@ MAX_LOG_RATIO = 20.0
 """Log ratios are bounded to +-20 before ``exp``: exp(20) = 4.9e8 and its square still fit fp32, exp(89) does not."""
 
 MISSING_LOGPROB = -9999.0
-"""Engines write -9999 where a log-prob is missing. It is not a number to compute with: such tokens count as non-finite."""
+"""Engines write -9999 where a log-prob is missing. It is no number to compute with: such tokens count as non-finite."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,12 @@ class LogRatio:
     bounded_BT: Tensor
     """(B, T) the same clamped to +-``MAX_LOG_RATIO``; the only form that goes into ``exp``."""
 
+    rho_BT: Tensor
+    """(B, T) exp of the bounded log ratio, 0 outside the finite tokens."""
+
+    mask_BT: Tensor
+    """(B, T) bool, as passed."""
+
     finite_BT: Tensor
     """(B, T) bool: inside the mask, and both log-probs are numbers."""
 
@@ -39,17 +45,20 @@ class LogRatio:
     """(B,) fp64, sum of the exact log ratio over a sequence: the log of the sequence's product ratio, not bounded."""
 
     min: float
-    """Smallest exact log ratio; 0 without tokens."""
+    """Smallest exact log ratio, or 0 if every one is above."""
 
     max: float
-    """Largest exact log ratio; 0 without tokens."""
+    """Largest exact log ratio, or 0 if every one is below."""
+
+    ordinary: bool
+    """Every log-prob passed, padding included, lies in (``MISSING_LOGPROB``, 0]: nothing needs masking before exp."""
 
 
 def check_inputs(learner_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> None:
     """Refuse inputs from which a ratio cannot be formed honestly.
 
     Raises:
-        ConfigError: a log-prob tensor is missing, not floating point, or not (B, T); the mask is not bool; shapes differ.
+        ConfigError: log-probs are missing, not floating point, or not (B, T); the mask is not bool; shapes differ.
     """
     for name, tensor in (("learner_logprobs", learner_logprobs), ("sampler_logprobs", sampler_logprobs)):
         if not isinstance(tensor, Tensor):
@@ -90,21 +99,32 @@ def log_ratio(learner_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) 
     sampler = sampler_logprobs.detach().to(dtype)
     zero = torch.zeros((), dtype=dtype, device=learner.device)
 
-    exact = torch.where(mask, learner - sampler, zero)
-    usable = mask & (torch.minimum(learner, sampler) > MISSING_LOGPROB)
-    sum_B = exact.sum(-1, dtype=torch.float64)
-    if not bool(torch.isfinite(sum_B).all()) or not torch.equal(usable, mask):
-        usable &= torch.isfinite(exact)
-        exact = torch.where(usable, exact, zero)
-        sum_B = exact.sum(-1, dtype=torch.float64)
+    ordinary = _in_range(learner) and _in_range(sampler)
+    if ordinary:
+        finite = mask
+    else:
+        finite = mask & (torch.minimum(learner, sampler) > MISSING_LOGPROB) & torch.isfinite(learner - sampler)
+    exact = torch.where(finite, learner - sampler, zero)
     low, high = (x.item() for x in torch.aminmax(exact)) if exact.numel() else (0.0, 0.0)
-    bounded = exact if max(high, -low) <= MAX_LOG_RATIO else exact.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    beyond = max(high, -low) > MAX_LOG_RATIO
+    bounded = exact.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) if beyond else exact
     return LogRatio(
         exact_BT=exact,
         bounded_BT=bounded,
-        finite_BT=usable,
-        tokens_B=usable.sum(-1).double(),
-        sum_B=sum_B,
+        rho_BT=torch.where(finite, bounded.exp(), zero),
+        mask_BT=mask,
+        finite_BT=finite,
+        tokens_B=finite.sum(-1, dtype=torch.int32).double(),
+        sum_B=exact.sum(-1, dtype=torch.float64),
         min=low,
         max=high,
+        ordinary=ordinary,
     )
+
+
+def _in_range(logprobs: Tensor) -> bool:
+    """Whether every value is a log-prob; NaN fails both comparisons. Two reads instead of a mask per condition."""
+    if not logprobs.numel():
+        return True
+    low, high = (x.item() for x in torch.aminmax(logprobs))
+    return low > MISSING_LOGPROB and high <= 0.0

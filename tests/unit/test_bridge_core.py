@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from rlq.bridge import MAX_LOG_RATIO, METRIC_NAMES, Correction, correct
 from rlq.errors import ConfigError
 
@@ -23,9 +24,8 @@ def test_equal_distributions_give_weight_one_and_no_mismatch():
     assert torch.equal(out.keep, mask)
     zero = {"sampler_kl_k1", "sampler_kl_k2", "sampler_kl_k3", "logratio_abs_max", "prob_diff_max", "chi2_token"}
     assert all(out.metrics[name] == 0 for name in zero)
-    assert all(
-        out.metrics[name] == 1 for name in ("ratio_mean", "ess_token", "ess_seq", "ppl_ratio", "kept_token_frac")
-    )
+    ones = ("ratio_mean", "ess_token", "ess_seq", "ppl_ratio", "kept_token_frac")
+    assert [out.metrics[name] for name in ones] == pytest.approx([1] * 5, rel=1e-7)
 
 
 def test_truncation_at_infinity_is_plain_importance_weighting():
@@ -57,7 +57,7 @@ def test_masked_places_and_padding_side_never_matter():
         assert dirty.metrics == clean.metrics
     flipped = correct(learner.flip(1), sampler.flip(1), mask.flip(1), Correction())
     assert torch.equal(flipped.weights.flip(1), clean.weights)
-    assert flipped.metrics == pytest.approx(clean.metrics, rel=1e-12, abs=1e-15)
+    assert flipped.metrics == pytest.approx(clean.metrics, rel=1e-6)
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf, math.inf, -9999.0])
