@@ -21,6 +21,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 def main(default_config: str, argv: list[str] | None = None) -> int:
     """Run and return the exit code: 0 done, 1 with one line on stderr for every error that rlq foresees."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("ray._private.authentication").setLevel(
+        logging.ERROR
+    )  # announces that tokens are on, as they should be
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a job's log shows lines as they come
     from rlq.errors import RlqError
 
@@ -57,7 +60,8 @@ def run(plan, sampler_config) -> None:
     try:
         from trainers.learner import train
 
-        print(f"samplers={sampler_config.num_samplers} scheme={plan.scheme.name} started after {time.monotonic() - start:.1f} s")
+        seconds = time.monotonic() - start
+        print(f"samplers={sampler_config.num_samplers} scheme={plan.scheme.name} starting, {seconds:.1f} s")
         train(plan, pool)
     finally:
         pool.close()

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """GRPO with rollouts from an unquantized copy of the policy: the control arm, re-published after every step.
 
-    ray job submit --working-dir . -- python launch/grpo_bf16.py --config configs/grpo_bf16.yaml
+ray job submit --working-dir . -- python launch/grpo_bf16.py --config configs/grpo_bf16.yaml
 """
 
 import sys

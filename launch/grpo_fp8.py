@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """GRPO with rollouts from an FP8 copy of the policy, re-published after every step.
 
-    ray job submit --working-dir . -- python launch/grpo_fp8.py --config configs/grpo_fp8.yaml
+ray job submit --working-dir . -- python launch/grpo_fp8.py --config configs/grpo_fp8.yaml
 """
 
 import sys

@@ -17,7 +17,7 @@ from trainers.learner import LearnerPlan, load_rewards
 from trainers.options import QuantGRPOConfig, RunConfig
 from trainers.tracking import records
 
-CONFIGS = (RunConfig, QuantGRPOConfig, SamplerConfig, BridgeConfig)
+CONFIGS: Any = (RunConfig, QuantGRPOConfig, SamplerConfig, BridgeConfig)
 # Where Ray unpacks the working directory of a job; nothing written there outlives it.
 RAY_COPY = "runtime_resources/working_dir_files"
 
@@ -53,7 +53,7 @@ def parse(argv: list[str], default_config: Path) -> tuple[tuple, dict[str, Any]]
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
     """All of rlq's settings, and those of TRL that are not at their defaults."""
-    defaults = TrlParser((QuantGRPOConfig,))
+    defaults = TrlParser(QuantGRPOConfig)  # type: ignore[arg-type]  # transformers' stub asks for an instance
     own = {f.name for c in CONFIGS if c is not QuantGRPOConfig for f in fields(c)}
     return {k: v for k, v in values.items() if k in own or v != defaults.get_default(k)}
 
@@ -69,11 +69,15 @@ def build_plan(
     checkpoints = run_dir / "checkpoints"
     resume = resolve_resume(grpo.resume_from_checkpoint, checkpoints)
     if resume is None and (run_dir / records.FILE).exists():
-        raise ConfigError(f"{run_dir} already holds a run; choose another --output_dir or --resume_from_checkpoint true")
+        raise ConfigError(
+            f"{run_dir} already holds a run; choose another --output_dir or --resume_from_checkpoint true"
+        )
     resolved = given | {"output_dir": str(run_dir)}
     write_config(run_dir, resolved)
     grpo.output_dir = str(checkpoints)
-    plan = LearnerPlan(run, grpo, scheme, correction, run_dir, resolve_model(run.model_name_or_path, root), resume, resolved)
+    plan = LearnerPlan(
+        run, grpo, scheme, correction, run_dir, resolve_model(run.model_name_or_path, root), resume, resolved
+    )
     return plan, sampler
 
 
@@ -82,8 +86,8 @@ def resolve_run_dir(grpo: QuantGRPOConfig, root: Path) -> Path:
 
     A job's working directory is a copy that Ray deletes, so there the runs go to ~/rlq/runs.
     """
-    if grpo.output_dir != "trainer_output":  # TRL's default when nothing was given
-        directory = Path(grpo.output_dir).expanduser()
+    if grpo.output_dir not in (None, "trainer_output"):  # transformers' default when nothing was given
+        directory = Path(str(grpo.output_dir)).expanduser()
         if not directory.is_absolute():
             directory = _outside_ray(root) / directory
         return directory
@@ -113,4 +117,6 @@ def write_config(run_dir: Path, resolved: dict) -> None:
         partial.write_text(yaml.safe_dump(resolved, sort_keys=True))
         os.replace(partial, run_dir / "config.yaml")
     except OSError as error:
-        raise ConfigError(f"run directory {run_dir} is not writable ({error.strerror}); choose another --output_dir") from None
+        raise ConfigError(
+            f"run directory {run_dir} is not writable ({error.strerror}); choose another --output_dir"
+        ) from None

@@ -1,4 +1,4 @@
-"""From a learner's parameters to the bf16 checkpoint that is published: canonical names, explicit cast, tied heads once."""
+"""From a learner's parameters to the published bf16 checkpoint: canonical names, explicit cast, tied heads once."""
 
 import re
 from collections.abc import Iterable
@@ -8,7 +8,9 @@ import torch
 from .errors import SnapshotError
 
 # What torch.compile, DDP, FSDP, activation checkpointing and PEFT put into parameter names.
-WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|^module|base_layer|^base_model\.model)\.")
+WRAPPERS = re.compile(
+    r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|^module|base_layer|^base_model\.model)\."
+)
 ADAPTERS = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save)\.")
 
 
@@ -36,7 +38,7 @@ def bf16_checkpoint(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[s
         SnapshotError: unmerged adapters, two tensors with one canonical name, or a non-finite value.
     """
     out: dict[str, torch.Tensor] = {}
-    seen: set[tuple] = set()
+    seen: dict[tuple, torch.Tensor] = {}  # held, so that no address is handed out twice while names are compared
     for raw, tensor in named_tensors:
         if ADAPTERS.search(raw):
             raise SnapshotError(f"adapter tensor {raw!r} cannot be published; merge the adapter into the model first")
@@ -44,9 +46,11 @@ def bf16_checkpoint(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[s
         key = (tensor.data_ptr(), tensor.shape, tensor.stride())
         if tensor.numel() and key in seen:
             continue
-        seen.add(key)
+        seen[key] = tensor
         if name in out:
-            raise SnapshotError(f"two tensors are called {name!r} once wrappers are stripped; publish one model at a time")
+            raise SnapshotError(
+                f"two tensors are called {name!r} once wrappers are stripped; publish one model at a time"
+            )
         out[name] = tensor.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
     check_finite(out)
     return out
@@ -58,4 +62,6 @@ def check_finite(tensors: dict[str, torch.Tensor]) -> None:
         # x - x is 0 unless x is NaN or infinite, and a sum keeps NaN: one pass without a mask.
         if tensor.numel() and not torch.isfinite((tensor - tensor).sum()):
             count = int((~torch.isfinite(tensor)).sum())
-            raise SnapshotError(f"{count} non-finite values in {name!r}; the checkpoint is refused, samplers keep the last good version")
+            raise SnapshotError(
+                f"{count} non-finite values in {name!r}; the checkpoint is refused, samplers keep the last good version"
+            )

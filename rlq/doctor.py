@@ -236,16 +236,20 @@ def _open_files() -> Check:
     return Check("open files", "ok", "unlimited" if soft == resource.RLIM_INFINITY else f"limit {soft}")
 
 
-def _wandb() -> Check:
-    """The mode that a run would use. Whether there is a key is looked at, never the key."""
-    mode = os.environ.get("WANDB_MODE")
-    if mode is not None:
-        return Check("wandb mode", "ok", f"{mode}, from WANDB_MODE")
-    if "WANDB_API_KEY" in os.environ:
-        return Check("wandb mode", "ok", "online, key in WANDB_API_KEY")
+def wandb_mode() -> tuple[str, str]:
+    """Mode that a run will log in (`online`, `offline` or what WANDB_MODE says), and why; asks no network."""
+    if mode := os.environ.get("WANDB_MODE"):
+        return mode, "from WANDB_MODE"
+    if os.environ.get("WANDB_API_KEY"):
+        return "online", "key in WANDB_API_KEY"
     if any("wandb" in host or "forge" in host for host in _netrc_hosts()):
-        return Check("wandb mode", "ok", "online, key in netrc")
-    return Check("wandb mode", "ok", "offline: no key found; `wandb login` goes online, `wandb sync` uploads later")
+        return "online", "key in netrc"
+    return "offline", "no key found; `wandb login` goes online, `wandb sync` uploads later"
+
+
+def _wandb() -> Check:
+    mode, reason = wandb_mode()
+    return Check("wandb mode", "ok", f"{mode}: {reason}")
 
 
 def _netrc_hosts() -> list[str]:

@@ -94,7 +94,9 @@ def snapshot(named_tensors: Iterable[tuple[str, torch.Tensor]], scheme: Scheme, 
         for suffix, tensor in quantize(weight, tensor_scheme).to_wire().items():
             tensors[f"{module}.{suffix}"] = tensor
     if scheme.weights is not None and len(tensors) == len(weights):
-        raise SnapshotError(f"scheme {scheme.name!r} quantizes none of {len(weights)} tensors; check `ignore` and the model")
+        raise SnapshotError(
+            f"scheme {scheme.name!r} quantizes none of {len(weights)} tensors; check `ignore` and the model"
+        )
     return Snapshot(tensors, version, scheme, tensor_digest(tensors))
 
 
@@ -109,7 +111,7 @@ def tensor_digest(tensors: dict[str, torch.Tensor]) -> str:
     for name in sorted(tensors):
         spec = TensorSpec.of(tensors[name])
         outer.update(f"{name} {spec.dtype} {list(spec.shape)} ".encode())
-        outer.update(hashlib.sha256(as_bytes(tensors[name])).digest())
+        outer.update(hashlib.sha256(as_bytes(tensors[name]).data).digest())
     return outer.hexdigest()
 
 
@@ -121,7 +123,9 @@ def check_specs(sent: dict[str, TensorSpec], expected: dict[str, TensorSpec]) ->
     """
     missing = [name for name in expected if name not in sent]
     unexpected = [name for name in sent if name not in expected]
-    wrong = [f"{name} is {sent[name]}, not {spec}" for name, spec in expected.items() if name in sent and sent[name] != spec]
+    wrong = [
+        f"{name} is {sent[name]}, not {spec}" for name, spec in expected.items() if name in sent and sent[name] != spec
+    ]
     faults = [("missing", missing), ("unexpected", unexpected), ("misshapen", wrong)]
     text = "; ".join(f"{len(names)} {kind}: {', '.join(names[:3])}" for kind, names in faults if names)
     if text:
@@ -133,7 +137,9 @@ def pack(snap: Snapshot) -> PackedSnapshot:
     entries, offset = [], 0
     for name, tensor in snap.tensors.items():
         spec = TensorSpec.of(tensor)
-        entries.append({"name": name, "dtype": spec.dtype, "shape": spec.shape, "offset": offset, "nbytes": tensor.nbytes})
+        entries.append(
+            {"name": name, "dtype": spec.dtype, "shape": spec.shape, "offset": offset, "nbytes": tensor.nbytes}
+        )
         offset += -(-tensor.nbytes // ALIGN) * ALIGN
     buffer = np.empty(offset, dtype=np.uint8)
     for entry, tensor in zip(entries, snap.tensors.values(), strict=True):

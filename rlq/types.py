@@ -9,6 +9,7 @@ from typing import Protocol
 
 from .errors import ConfigError, SamplerError
 from .publish import Snapshot
+from .schemes import Scheme
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Rollout:
     def __post_init__(self) -> None:
         if len(self.logprobs) != len(self.token_ids):
             raise SamplerError(
-                f"{len(self.token_ids)} tokens came with {len(self.logprobs)} log-probs; the engine must return one each"
+                f"{len(self.token_ids)} tokens with {len(self.logprobs)} log-probs; the engine must return one each"
             )
         if any(value is None for value in self.logprobs):
             raise SamplerError("a sampled token came without its log-prob; request logprobs=0 from the engine")
@@ -95,6 +96,9 @@ class InstallReport:
 
 class Sampler(Protocol):
     """Anything that serves one version of the policy: an engine, or a pool of engines."""
+
+    scheme: Scheme
+    """Model scheme that it serves; snapshots of another one are refused."""
 
     def install(self, snap: Snapshot) -> InstallReport:
         """Serve `snap` from now on, or raise and keep serving what was served before."""

@@ -18,6 +18,9 @@ from rlq.types import InstallReport, Request, Rollout, Sampling
 
 from .options import EngineOptions
 
+# Tokens per KV block on a CPU. Only whole blocks are shared, and looking for them costs a third of a tiny model's time,
+# so engines whose context holds less than two of them do without.
+KV_BLOCK = 128
 # Read by vLLM and torch when they are imported, so they are set before.
 CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process instead of three, and weights need no second transport
@@ -60,11 +63,12 @@ class VllmSampler:
                 load_format="dummy",
                 skip_tokenizer_init=True,
                 hf_overrides={"quantization_config": _method_config(scheme, options)},
-                dtype=options.dtype,
+                dtype=options.dtype,  # type: ignore[arg-type]  # a name that vLLM checks
                 max_model_len=options.max_model_len,
                 max_num_seqs=options.max_num_seqs,
                 kv_cache_memory_bytes=options.kv_cache_bytes,
                 enforce_eager=options.enforce_eager,
+                enable_prefix_caching=options.max_model_len >= 2 * KV_BLOCK,
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",  # the model's own sampling defaults must not leak into rollouts
                 disable_log_stats=True,
@@ -85,7 +89,9 @@ class VllmSampler:
             SamplerError: the reload itself failed; the engine is unusable and must be rebuilt.
         """
         if snap.scheme != self.scheme:
-            raise SnapshotError(f"snapshot is {snap.scheme.name!r}, this sampler serves {self.scheme.name!r}; start one per scheme")
+            raise SnapshotError(
+                f"snapshot is {snap.scheme.name!r}, this sampler serves {self.scheme.name!r}; start one per scheme"
+            )
         check_specs(snap.specs, self.specs)
         check_finite({n: t for n, t in snap.tensors.items() if t.dtype in (torch.bfloat16, torch.float32)})
         self._require_usable()
@@ -98,7 +104,9 @@ class VllmSampler:
             raise SamplerError("vLLM refused to reset its prefix cache; finish running requests before an install")
         digest = self.digest()
         if digest != snap.digest:
-            raise SamplerError(f"version {snap.version} reads back as {digest[:12]}, not {snap.digest[:12]}; rebuild the engine")
+            raise SamplerError(
+                f"version {snap.version} reads back as {digest[:12]}, not {snap.digest[:12]}; rebuild the engine"
+            )
         self.version, self.broken = snap.version, None
         seconds = time.perf_counter() - start
         return InstallReport(snap.version, digest, len(snap.tensors), ship_s=0.0, install_s=seconds, pause_s=seconds)
@@ -122,7 +130,9 @@ class VllmSampler:
 
         self._require_usable()
         if self.version != version:
-            raise SamplerError(f"asked for version {version}, serving {self.version}; install the current snapshot first")
+            raise SamplerError(
+                f"asked for version {version}, serving {self.version}; install the current snapshot first"
+            )
         longest = max(len(request.prompt_ids) for request in requests)
         if longest >= self.options.max_model_len:
             raise ConfigError(
@@ -154,7 +164,9 @@ class VllmSampler:
     def _rollout(self, request: Request, sample, sampling: Sampling, version: int) -> Rollout:
         token_ids = tuple(sample.token_ids)
         if tuple(sample.logprobs.token_ids) != token_ids:
-            raise SamplerError("the engine's log-probs belong to other tokens than it sampled; this vLLM is not supported")
+            raise SamplerError(
+                "the engine's log-probs belong to other tokens than it sampled; this vLLM is not supported"
+            )
         return Rollout(
             prompt_ids=request.prompt_ids,
             token_ids=token_ids,
@@ -182,7 +194,7 @@ def _method_config(scheme: Scheme, options: EngineOptions) -> dict:
 
 
 def _refresh_tied_head(model: torch.nn.Module) -> None:
-    """Re-run the head's post-processing: on a CPU a tied head computes with a packed copy that the reload left stale."""
+    """Re-run the head's post-processing: a tied head on a CPU computes with a packed copy that goes stale."""
     head = getattr(model, "lm_head", None)
     if head is not None and next(model.parameters()).device.type == "cpu":
         head.quant_method.process_weights_after_loading(head)

@@ -30,7 +30,8 @@ class SamplerConfig:
 
     sampler_scheme: str = field(default="fp8", metadata={"help": "Model scheme of the samplers, such as fp8 or bf16."})
     sampler_ignore: list[str] | None = field(
-        default=None, metadata={"help": "Modules kept in bf16 (exact names or re: patterns); default: head, norms, gates."}
+        default=None,
+        metadata={"help": "Modules kept in bf16 (exact names or re: patterns); default: head, norms, gates."},
     )
     num_samplers: int = field(default=2, metadata={"help": "Ray actors, one vLLM engine each."})
     sampler_num_cpus: float = field(default=1, metadata={"help": "CPUs per actor, also its thread count."})
@@ -39,7 +40,8 @@ class SamplerConfig:
     sampler_max_num_seqs: int = field(default=128, metadata={"help": "Completions that one engine decodes together."})
     sampler_kv_cache_mib: int = field(default=64, metadata={"help": "KV cache per engine in MiB."})
     sampler_arithmetic: str = field(
-        default="emulated", metadata={"help": "emulated (exact values, any device) or kernel (vLLM's own, needs a GPU)."}
+        default="emulated",
+        metadata={"help": "emulated (exact values, any device) or kernel (vLLM's own, needs a GPU)."},
     )
     sampler_dtype: str = field(default="float32", metadata={"help": "Compute dtype outside the scheme."})
     sampler_enforce_eager: bool = field(default=True, metadata={"help": "No CUDA graphs."})

@@ -45,7 +45,7 @@ class EmulatedLinearMethod(LinearMethodBase):
         """Register the wire tensors of this layer, in the dtypes in which they are published."""
         loader = extra_weight_attrs["weight_loader"]
         rows = sum(output_partition_sizes)
-        layer.logical_widths = output_partition_sizes
+        layer.logical_widths = output_partition_sizes  # type: ignore[assignment]  # vLLM's convention
         dtype = torch.bfloat16 if self.weights is None else self.weights.element.dtype
         weight = torch.empty(rows, input_size_per_partition, dtype=dtype)
         layer.register_parameter(
@@ -60,16 +60,17 @@ class EmulatedLinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Dequantize once per installed version."""
+        params: dict[str, torch.Tensor] = dict(layer.named_parameters())
         if self.weights is None:
-            weight = layer.weight.to(self.compute_dtype)
+            weight = params["weight"].to(self.compute_dtype)
         else:
-            wire = {"weight": layer.weight, "weight_scale": layer.weight_scale}
+            wire = {name: params[name] for name in ("weight", "weight_scale")}
             weight = QuantizedTensor.from_wire(wire, self.weights).dequantize(self.compute_dtype)
         replace_parameter(layer, COMPUTE_WEIGHT, weight, prefer_copy=True)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply."""
-        return emulated_linear(x, layer.compute_weight, bias, self.activations)
+        return emulated_linear(x, layer.compute_weight, bias, self.activations)  # type: ignore[arg-type]
 
 
 class RlqConfig(QuantizationConfig):

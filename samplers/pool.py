@@ -7,8 +7,10 @@ depends on timing; what a chunk yields does not, so a run is reproducible bit fo
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import ray
 from ray.exceptions import ObjectStoreFullError, RayActorError, RayTaskError
@@ -22,9 +24,12 @@ from rlq.types import InstallReport, Request, Rollout, Sampler, Sampling
 
 from .actor import SamplerActor
 from .engine import VllmSampler
-from .options import EngineOptions, SamplerConfig
+from .options import SamplerConfig
 
 logger = logging.getLogger(__name__)
+
+# Warnings of torch and vLLM that nobody who samples can act on; read when the actor's process starts.
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class _Member:
     """One actor of the pool."""
 
     index: int
-    actor: ray.actor.ActorHandle
+    actor: Any  # an ActorHandle; Ray generates its methods
     where: str = "not started"
 
 
@@ -60,6 +65,7 @@ class SamplerPool:
     Args:
         factory: builds a sampler in the actor's process.
         args: its picklable arguments.
+        scheme: what the samplers serve.
         options: size and patience.
 
     Raises:
@@ -67,8 +73,8 @@ class SamplerPool:
         SamplerError: the actors cannot be placed now.
     """
 
-    def __init__(self, factory: Callable[..., Sampler], args: tuple, options: PoolOptions):
-        self.options = options
+    def __init__(self, factory: Callable[..., Sampler], args: tuple, scheme: Scheme, options: PoolOptions):
+        self.scheme, self.options = scheme, options
         self._factory, self._args = factory, args
         self._restarts = 0
         self._snapshot: ray.ObjectRef | None = None  # packed, what every fresh actor receives first
@@ -87,8 +93,8 @@ class SamplerPool:
             max_restarts=config.sampler_max_restarts,
             startup_timeout_s=config.sampler_startup_timeout_s,
         )
-        args: tuple[dict, Scheme, EngineOptions] = (model_config, config.scheme(), config.engine())
-        return cls(VllmSampler, args, options)
+        scheme = config.scheme()
+        return cls(VllmSampler, (model_config, scheme, config.engine()), scheme, options)
 
     def _reserve(self):
         """Reserve one bundle per actor, or say at once what the cluster lacks."""
@@ -99,10 +105,13 @@ class SamplerPool:
         if not group.wait(timeout_seconds=30):
             free = {k: v for k, v in ray.available_resources().items() if k in bundle}
             remove_placement_group(group)
-            raise SamplerError(f"{o.num_samplers} x {bundle} not free within 30 s (free now: {free}); stop other jobs or lower num_samplers")
+            raise SamplerError(
+                f"{o.num_samplers} x {bundle} not free within 30 s (free now: {free}); "
+                "stop other jobs or lower num_samplers"
+            )
         return group
 
-    def _spawn(self, index: int) -> ray.actor.ActorHandle:
+    def _spawn(self, index: int) -> Any:
         o = self.options
         return (
             ray.remote(SamplerActor)
@@ -110,15 +119,15 @@ class SamplerPool:
                 num_cpus=o.num_cpus,
                 num_gpus=o.num_gpus,
                 max_restarts=0,  # a restarted actor would serve nothing; the pool makes a fresh one and installs first
-                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(max(1, int(o.num_cpus)))}},
+                runtime_env={"env_vars": QUIET | {"OMP_NUM_THREADS": str(max(1, int(o.num_cpus)))}},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=index),
             )
             .remote(self._factory, self._args)
         )
 
     def _await_start(self) -> None:
-        refs = [member.actor.where.remote() for member in self._members]
-        done, late = ray.wait(refs, num_returns=len(refs), timeout=self.options.startup_timeout_s)
+        refs: list[Any] = [member.actor.where.remote() for member in self._members]
+        _, late = ray.wait(refs, num_returns=len(refs), timeout=self.options.startup_timeout_s)
         if late:
             self.close()
             raise SamplerError(
@@ -147,7 +156,7 @@ class SamplerPool:
         except ObjectStoreFullError:
             size = ray.cluster_resources().get("object_store_memory", 0)
             raise SamplerError(
-                f"a snapshot of {snap.nbytes / 2**20:.0f} MiB does not fit Ray's object store ({size / 2**20:.0f} MiB); "
+                f"a snapshot of {snap.nbytes / 2**20:.0f} MiB does not fit the object store ({size / 2**20:.0f} MiB); "
                 "start Ray with a larger --object-store-memory"
             ) from None
         reports: list[InstallReport] = []
@@ -204,7 +213,9 @@ class SamplerPool:
         self._restarts += 1
         reason = f"sampler {member.index} ({member.where}) failed while {phase}: {_last_line(error)}"
         if self._restarts > self.options.max_restarts:
-            raise SamplerError(f"{reason}; all {self.options.max_restarts} restarts are used, raise sampler_max_restarts to go on")
+            raise SamplerError(
+                f"{reason}; all {self.options.max_restarts} restarts are used, raise sampler_max_restarts to go on"
+            )
         logger.warning("%s; restart %d of %d", reason, self._restarts, self.options.max_restarts)
         ray.kill(member.actor)
         member.actor, member.where = self._spawn(member.index), "restarted"
@@ -216,7 +227,7 @@ class SamplerPool:
         remove_placement_group(self._bundles)
 
 
-def check_capacity(count: int, bundle: dict[str, float], total: dict[str, float]) -> None:
+def check_capacity(count: int, bundle: Mapping[str, float], total: Mapping[str, float]) -> None:
     """Raise ConfigError if `count` bundles can never fit the cluster's `total` resources."""
     for resource, each in bundle.items():
         if count * each > total.get(resource, 0):
@@ -230,7 +241,7 @@ def split_evenly(requests: Sequence[Request], parts: int) -> list[list[Request]]
     """Cut `requests` into at most `parts` consecutive, non-empty chunks whose sizes differ by at most one."""
     parts = min(parts, len(requests))
     bounds = [len(requests) * i // parts for i in range(parts + 1)] if parts else [0]
-    return [list(requests[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [list(requests[a:b]) for a, b in pairwise(bounds)]
 
 
 def _get(ref: ray.ObjectRef):

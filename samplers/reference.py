@@ -55,21 +55,29 @@ class TransformersSampler:
     def install(self, snap: Snapshot) -> InstallReport:
         """Serve `snap`; see `rlq.types.Sampler`."""
         if snap.scheme != self.scheme:
-            raise SnapshotError(f"snapshot is {snap.scheme.name!r}, this sampler serves {self.scheme.name!r}; start one per scheme")
+            raise SnapshotError(
+                f"snapshot is {snap.scheme.name!r}, this sampler serves {self.scheme.name!r}; start one per scheme"
+            )
         check_specs(snap.specs, self.specs)
         start = time.perf_counter()
         load_snapshot(self.model, snap)
         self.version = snap.version
         seconds = time.perf_counter() - start
-        return InstallReport(snap.version, snap.digest, len(snap.tensors), ship_s=0.0, install_s=seconds, pause_s=seconds)
+        return InstallReport(
+            snap.version, snap.digest, len(snap.tensors), ship_s=0.0, install_s=seconds, pause_s=seconds
+        )
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Rollout]:
         """Sample; see `rlq.types.Sampler`."""
         if self.version != version:
-            raise SamplerError(f"asked for version {version}, serving {self.version}; install the current snapshot first")
+            raise SamplerError(
+                f"asked for version {version}, serving {self.version}; install the current snapshot first"
+            )
         return [
-            self._sample(request, sampling, request.seed + i) for request in requests for i in range(request.num_samples)
+            self._sample(request, sampling, request.seed + i)
+            for request in requests
+            for i in range(request.num_samples)
         ]
 
     def _sample(self, request: Request, sampling: Sampling, seed: int) -> Rollout:
@@ -90,7 +98,14 @@ class TransformersSampler:
         reason = "stop" if tokens[-1] in sampling.stop_token_ids else "length"
         assert self.version is not None
         return Rollout(
-            request.prompt_ids, tuple(tokens), tuple(logprobs), reason, self.version, self.scheme.name, sampling.temperature, seed
+            request.prompt_ids,
+            tuple(tokens),
+            tuple(logprobs),
+            reason,
+            self.version,
+            self.scheme.name,
+            sampling.temperature,
+            seed,
         )
 
     @torch.no_grad()

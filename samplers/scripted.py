@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlq.errors import SamplerError
 from rlq.publish import Snapshot, TensorSpec, check_specs
+from rlq.schemes import Scheme
 from rlq.types import InstallReport, Request, Rollout, Sampling
 
 
@@ -30,10 +31,9 @@ class Script:
 class ScriptedSampler:
     """Answers with tokens that name their seed and version, so that a test can tell who sampled what."""
 
-    def __init__(self, script: Script):
-        self.script = script
+    def __init__(self, script: Script, scheme: Scheme):
+        self.script, self.scheme = script, scheme
         self.version: int | None = None
-        self.scheme = ""
 
     def _maybe_die(self, phase: str, version: int) -> None:
         if self.script.die_in != phase or self.script.die_on_version != version:
@@ -50,17 +50,28 @@ class ScriptedSampler:
         check_specs(snap.specs, self.script.specs)
         self.version = None
         self._maybe_die("install", snap.version)
-        self.version, self.scheme = snap.version, snap.scheme.name
+        self.version = snap.version
         return InstallReport(snap.version, snap.digest, len(snap.tensors), ship_s=0.0, install_s=0.0, pause_s=0.0)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Rollout]:
         """One token per sample: `seed + i`."""
         if self.version != version:
-            raise SamplerError(f"asked for version {version}, serving {self.version}; install the current snapshot first")
+            raise SamplerError(
+                f"asked for version {version}, serving {self.version}; install the current snapshot first"
+            )
         time.sleep(self.script.call_s)
         self._maybe_die("generate", version)
         return [
-            Rollout(r.prompt_ids, (r.seed + i,), (-1.0,), "stop", version, self.scheme, sampling.temperature, r.seed + i)
+            Rollout(
+                r.prompt_ids,
+                (r.seed + i,),
+                (-1.0,),
+                "stop",
+                version,
+                self.scheme.name,
+                sampling.temperature,
+                r.seed + i,
+            )
             for r in requests
             for i in range(r.num_samples)
         ]

@@ -3,6 +3,7 @@
 import torch
 
 from rlq.publish import TensorSpec
+
 from .plugin import COMPUTE_WEIGHT
 
 

@@ -21,7 +21,7 @@ class CheckpointMarker(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         """Runs after transformers has written the checkpoint."""
         if state.is_world_process_zero:
-            mark_complete(Path(args.output_dir) / f"checkpoint-{state.global_step}", version=state.global_step)
+            mark_complete(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}", version=state.global_step)
 
 
 def mark_complete(checkpoint: Path, version: int) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils import broadcast_object_list, gather_object
 
 from rlq.errors import RlqError, SamplerError
-from rlq.publish import Snapshot, snapshot
+from rlq.publish import snapshot
 from rlq.types import Request, Rollout, Sampler, Sampling
 
 if TYPE_CHECKING:
@@ -56,12 +56,14 @@ class SamplerGeneration:
 
     def _publish(self, named, version: int) -> None:
         start = time.perf_counter()
-        snap: Snapshot = snapshot(named, self.trainer.scheme, version)
-        quantize_s = time.perf_counter() - start
         assert self.samplers is not None
+        snap = snapshot(named, self.samplers.scheme, version)
+        quantize_s = time.perf_counter() - start
         report = self.samplers.install(snap)
         if report.digest != snap.digest:
-            raise SamplerError(f"version {version} was published as {snap.digest[:12]} and reads back as {report.digest[:12]}")
+            raise SamplerError(
+                f"version {version} was published as {snap.digest[:12]} and reads back as {report.digest[:12]}"
+            )
         self.trainer.log_rlq(
             {
                 "sync/bytes": float(snap.nbytes),
@@ -95,20 +97,21 @@ class SamplerGeneration:
 
     def _sample(self, prompts: list[list[int]]) -> list[Rollout]:
         trainer, version = self.trainer, self.version
-        assert self.samplers is not None and version is not None
-        base = request_seed(trainer.args.seed, version, self.calls, training=trainer.model.training)
+        assert self.samplers is not None
+        assert version is not None
+        base = request_seed(trainer.args.seed, version, self.calls, training=trainer.in_training)
         requests = group_requests(prompts, base)
-        sampling = Sampling(trainer.args.temperature, trainer.args.max_completion_length, trainer.stop_token_ids)
+        sampling = Sampling(trainer.args.temperature, trainer.completion_limit, trainer.stop_token_ids)
         start = time.perf_counter()
         rollouts = self.samplers.generate(requests, sampling, version)
         seconds = time.perf_counter() - start
-        check_rollouts(rollouts, prompts, version, trainer.scheme.name)
+        check_rollouts(rollouts, prompts, version, self.samplers.scheme.name)
         tokens = sum(len(r.token_ids) for r in rollouts)
         trainer.log_rlq({"rollout/tokens_per_s": tokens / seconds, "time/generate_s": seconds})
         return rollouts
 
     def _on_main(self, work) -> Any:
-        """Run `work` on rank 0 and hand its result, or its rlq error, to every rank: a lone failure must not hang the rest."""
+        """Run `work` on rank 0; hand its result, or its rlq error, to every rank, so that no rank is left waiting."""
         if self.trainer.accelerator.num_processes == 1:
             return work()
         payload: list[Any] = [None]
@@ -142,10 +145,14 @@ def group_requests(prompts: list[list[int]], base: int) -> list[Request]:
 def check_rollouts(rollouts: list[Rollout], prompts: list[list[int]], version: int, scheme: str) -> None:
     """Let nothing into the loss that is missing, answers another prompt, or comes from another version or scheme."""
     if len(rollouts) != len(prompts):
-        raise SamplerError(f"{len(prompts)} completions were requested, {len(rollouts)} came back; groups are all or nothing")
+        raise SamplerError(
+            f"{len(prompts)} completions were requested, {len(rollouts)} came back; groups are all or nothing"
+        )
     for rollout, prompt in zip(rollouts, prompts, strict=True):
         if list(rollout.prompt_ids) != list(prompt):
-            raise SamplerError("a rollout answers another prompt than the one at its place; the sampler must keep the order")
+            raise SamplerError(
+                "a rollout answers another prompt than the one at its place; the sampler must keep the order"
+            )
         if (rollout.version, rollout.scheme) != (version, scheme):
             raise SamplerError(
                 f"a rollout comes from version {rollout.version} ({rollout.scheme}), expected {version} ({scheme}); "

@@ -7,10 +7,10 @@ import time
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from rlq.bridge import Correction, correct
 from rlq.errors import SamplerError
-from rlq.schemes import Scheme
 from rlq.types import Sampler
 
 from .compat import GRPOTrainer
@@ -26,28 +26,37 @@ class QuantGRPOTrainer(GRPOTrainer):
     `logprobs` (learner now). The loss is weighted by the bridge's w(old_logprobs - sampler_logprobs).
 
     Args:
-        samplers: engine or pool with a `scheme`; on ranks other than 0 pass None.
-        scheme: how published weights are quantized.
+        samplers: engine or pool; its scheme says how published weights are quantized. None on ranks other than 0.
         correction: what the bridge does; the default is token truncation at 2 with a veto at 1e-4.
     """
 
     args: QuantGRPOConfig
 
-    def __init__(
-        self, *args, samplers: Sampler | None, scheme: Scheme, correction: Correction | None = None, **kwargs
-    ):
+    def __init__(self, *args, samplers: Sampler | None, correction: Correction | None = None, **kwargs):
         super().__init__(*args, **kwargs)
-        self.scheme = scheme
         self.correction = correction or Correction()
         self.stop_token_ids = declared_stop_ids(self.model, self.processing_class)
         # The generation seam: what TRL sets up for a vLLM server, with our object in its place.
         self.use_vllm, self.vllm_mode, self._last_loaded_step = True, "server", -1
         self.vllm_generation = SamplerGeneration(self, samplers)
+        self.add_callback(VersionLag(self))
         self._reducer = AccelerateReducer(self.accelerator) if self.accelerator.num_processes > 1 else None
+
+    @property
+    def completion_limit(self) -> int:
+        """Longest completion in tokens."""
+        assert self.args.max_completion_length is not None
+        return self.args.max_completion_length
+
+    @property
+    def in_training(self) -> bool:
+        """True in a training step, False in an evaluation."""
+        assert self.model is not None
+        return self.model.training
 
     def log_rlq(self, metrics: dict[str, float]) -> None:
         """Add values, equal on every rank, to the next log entry under `rlq/`."""
-        mode = "train" if self.model.training else "eval"
+        mode = "train" if self.in_training else "eval"
         for name, value in metrics.items():
             self._metrics[mode][f"rlq/{name}"].append(value)
 
@@ -78,6 +87,19 @@ class QuantGRPOTrainer(GRPOTrainer):
                 f"{bad:.0f} of {bad + good:.0f} sampled tokens have no finite log-prob; the sampler or the learner is "
                 "broken (raise max_nonfinite_frac only to study it)"
             )
+
+
+class VersionLag(TrainerCallback):
+    """Logs by how many optimizer steps the learner is ahead of the rollouts that it is learning from."""
+
+    def __init__(self, trainer: QuantGRPOTrainer):
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        """Runs after the gradients are there and before the weights move."""
+        version = self.trainer.vllm_generation.version
+        assert version is not None
+        self.trainer.log_rlq({"sync/version_lag": float(state.global_step - version)})
 
 
 class AccelerateReducer:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, ProgressCallback
+from transformers.utils.logging import disable_progress_bar
 
 from rlq.bridge import Correction
 from rlq.errors import ConfigError
@@ -58,14 +59,18 @@ def load_dataset(run: RunConfig, seed: int):
     if name in DATASETS:
         data = DATASETS[name](run.dataset_rows, seed)
     elif Path(name).is_file():
-        data = datasets.load_dataset(Path(name).suffix[1:].replace("jsonl", "json"), data_files=name, split=run.dataset_split)
+        data = datasets.load_dataset(
+            Path(name).suffix[1:].replace("jsonl", "json"), data_files=name, split=run.dataset_split
+        )
     elif (Path(name) / "dataset_info.json").is_file():
         data = datasets.load_from_disk(name)
     else:
         try:
             data = datasets.load_dataset(name, split=run.dataset_split)
         except (FileNotFoundError, ConnectionError, ValueError) as error:
-            raise ConfigError(f"dataset {name!r} cannot be loaded ({error}); use {sorted(DATASETS)}, a file or a hub name") from None
+            raise ConfigError(
+                f"dataset {name!r} cannot be loaded ({error}); use {sorted(DATASETS)}, a file or a hub name"
+            ) from None
     if "prompt" not in data.column_names:
         raise ConfigError(f"dataset {name!r} has no `prompt` column, only {data.column_names}; rename one to `prompt`")
     return data
@@ -82,7 +87,9 @@ def load_rewards(names: list[str]) -> list[Callable]:
         try:
             functions.append(getattr(importlib.import_module(module), attribute))
         except (ImportError, AttributeError, ValueError):
-            raise ConfigError(f"reward {name!r} not found; use {sorted(REWARDS)} or a dotted path such as my_module.my_reward") from None
+            raise ConfigError(
+                f"reward {name!r} not found; use {sorted(REWARDS)} or a dotted path such as my_module.my_reward"
+            ) from None
     return functions
 
 
@@ -90,6 +97,7 @@ def build_trainer(plan: LearnerPlan, samplers: Sampler | None) -> QuantGRPOTrain
     """Load model, tokenizer, data and rewards, and set the trainer up."""
     if plan.run.learner_num_threads:
         torch.set_num_threads(plan.run.learner_num_threads)
+    disable_progress_bar()  # transformers draws one for each 2 MB file
     # fp32 masters: what is published is their bf16 cast.
     model = AutoModelForCausalLM.from_pretrained(plan.model_path, dtype=torch.float32)
     trainer = QuantGRPOTrainer(
@@ -99,7 +107,6 @@ def build_trainer(plan: LearnerPlan, samplers: Sampler | None) -> QuantGRPOTrain
         train_dataset=load_dataset(plan.run, plan.grpo.seed),
         processing_class=AutoTokenizer.from_pretrained(plan.model_path),
         samplers=samplers,
-        scheme=plan.scheme,
         correction=plan.correction,
         callbacks=[RunRecorder(plan.run_dir), CheckpointMarker()],
     )
@@ -112,10 +119,10 @@ def train(plan: LearnerPlan, samplers: Sampler | None) -> None:
     """Train, then leave `final/`, `final-<scheme>/`, `curves.png` and a table behind."""
     trainer = build_trainer(plan, samplers)
     main = trainer.accelerator.is_main_process
-    if main and "wandb" in plan.grpo.report_to:
+    if main and "wandb" in (plan.grpo.report_to or ()):
         wandb_run.start(plan.run_dir, plan.run_dir.name, plan.grpo.run_name or plan.run_dir.name, plan.config)
     trainer.train(resume_from_checkpoint=str(plan.resume) if plan.resume else None)
-    state = trainer.accelerator.get_state_dict(trainer.model) if trainer.accelerator.num_processes > 1 else None
+    state: Any = trainer.accelerator.get_state_dict(trainer.model) if trainer.accelerator.num_processes > 1 else None
     if main:
         save_final(trainer, plan, state)
         history = [r for r in records.load(plan.run_dir / records.FILE) if "loss" in r]
@@ -135,9 +142,10 @@ def save_final(trainer: QuantGRPOTrainer, plan: LearnerPlan, state: dict[str, to
     model.save_pretrained(final, state_dict=bf16)
     config = json.loads((final / "config.json").read_text()) | {"dtype": "bfloat16"}
     (final / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    trainer.processing_class.save_pretrained(final)
+    tokenizer: Any = trainer.processing_class
+    tokenizer.save_pretrained(final)
     if plan.scheme.weights is not None:
         quantized = plan.run_dir / f"final-{plan.scheme.name}"
         named = state.items() if state else model.named_parameters()
-        trainer.processing_class.save_pretrained(quantized)
+        tokenizer.save_pretrained(quantized)
         write_directory(snapshot(named, plan.scheme, version), quantized, config)

@@ -16,7 +16,11 @@ REQUIRED: tuple[tuple[str, tuple, str], ...] = (
     ("generation_kwargs", (None, {}), "it could change what the sampler's log-probs mean"),
     ("use_vllm", (False,), "rlq brings its own samplers; configure them with sampler_* settings"),
     ("use_transformers_continuous_batching", (False,), "rlq brings its own samplers"),
-    ("vllm_importance_sampling_correction", (True,), "quantized rollouts need the correction; use bridge_mode=none to study its absence"),
+    (
+        "vllm_importance_sampling_correction",
+        (True,),
+        "quantized rollouts need the correction; use bridge_mode=none to study its absence",
+    ),
 )
 
 
@@ -25,7 +29,9 @@ class QuantGRPOConfig(GRPOConfig):
     """GRPOConfig for rollouts from quantized samplers."""
 
     logging_steps: float = field(default=1, metadata={"help": "Log every N steps."})
-    report_to: None | str | list[str] = field(default="wandb", metadata={"help": "Trackers; wandb runs offline without a key."})
+    report_to: None | str | list[str] = field(  # noqa: RUF036  (as TrainingArguments has it, which the parser needs)
+        default="wandb", metadata={"help": "Trackers; wandb runs offline without a key."}
+    )
     vllm_importance_sampling_mode: str = field(
         default="token_truncate", metadata={"help": "Shape of TRL's own ratio, which rlq replaces by the bridge's."}
     )
@@ -49,7 +55,8 @@ class RunConfig:
 
     model_name_or_path: str = field(metadata={"help": "Local checkpoint (relative to the repository too) or hub name."})
     dataset_name: str = field(
-        default="sort_digits", metadata={"help": "sort_digits, a local file or folder, or a hub name; needs a prompt column."}
+        default="sort_digits",
+        metadata={"help": "sort_digits, a local file or folder, or a hub name; needs a prompt column."},
     )
     dataset_split: str = field(default="train", metadata={"help": "Split of a loaded dataset."})
     dataset_rows: int = field(default=4096, metadata={"help": "Rows that a generated dataset gets."})

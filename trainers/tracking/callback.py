@@ -49,8 +49,8 @@ SUMMARY_ROWS: tuple[tuple[str, str], ...] = (
     ("mean |log ratio|", "rlq/logratio_abs_mean"),
     ("clipped above (tokens)", "rlq/clip_frac_high"),
     ("vetoed (sequences)", "rlq/veto_seq_frac"),
-    ("ESS, tokens / sequences", "rlq/ess_token"),
-    ("", "rlq/ess_seq"),
+    ("effective sample size, tokens", "rlq/ess_token"),
+    ("effective sample size, sequences", "rlq/ess_seq"),
     ("tokens per second", "rlq/rollout/tokens_per_s"),
     ("published bytes", "rlq/sync/bytes"),
     ("install (s)", "rlq/sync/install_s"),
@@ -66,12 +66,12 @@ def summary_table(history: list[dict[str, Any]]):
     from rich.table import Table
 
     table = Table(title=f"{len(history)} logged steps", show_edge=False)
-    for heading in ("", f"first {WINDOW}", f"last {WINDOW}"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    for heading in ("mean of", f"first {WINDOW}", f"last {WINDOW}"):
+        table.add_column(heading, justify="left" if heading == "mean of" else "right")
     for label, metric in SUMMARY_ROWS:
         first, last = (_mean(rows, metric) for rows in (history[:WINDOW], history[-WINDOW:]))
         if last is not None:
-            table.add_row(label or metric, _text(first), _text(last))
+            table.add_row(label, _text(first), _text(last))
     return table
 
 

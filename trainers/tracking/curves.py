@@ -34,7 +34,9 @@ def plot_curves(runs: Mapping[str, Sequence[dict[str, Any]]], path: Path) -> Non
                 points = [(r["step"], r[metric]) for r in records if r.get(metric) is not None]
                 if not points or (scale == "log" and max(y for _, y in points) <= 0):
                     continue
-                label = " ".join(part for part in (run if len(runs) > 1 else "", metric if len(metrics) > 1 else "") if part)
+                label = " ".join(
+                    part for part in (run if len(runs) > 1 else "", metric if len(metrics) > 1 else "") if part
+                )
                 axis.plot(*zip(*points, strict=True), label=label or None, linewidth=1.3)
         axis.set(title=title, ylabel=unit, xlabel="step", yscale=scale)
         axis.grid(alpha=0.3)

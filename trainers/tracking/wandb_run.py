@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rlq.doctor import wandb_mode
+
 logger = logging.getLogger(__name__)
 
 SUMMARIES: tuple[tuple[str, str], ...] = (
@@ -27,20 +29,15 @@ SUMMARIES: tuple[tuple[str, str], ...] = (
 INIT_TIMEOUT_S = 30
 
 
-def has_key() -> bool:
-    """True if wandb would find credentials, without asking the network."""
-    import wandb
-
-    return bool(os.environ.get("WANDB_API_KEY") or wandb.api.api_key)
-
-
 def start(run_dir: Path, name: str, group: str, config: dict[str, Any]) -> Any:
     """Start the run that HF's WandbCallback will find and log to; offline if there is no key or no server."""
     import wandb
+    from wandb.errors import Error
 
-    mode = os.environ.get("WANDB_MODE") or ("online" if has_key() else "offline")
+    os.environ.setdefault("WANDB_SILENT", "true")  # transformers' callback would print a URL that is not there
+    mode, _ = wandb_mode()
     settings = wandb.Settings(init_timeout=INIT_TIMEOUT_S, silent=True, console="off")
-    arguments = {
+    arguments: dict[str, Any] = {
         "project": os.environ.get("WANDB_PROJECT", "rlq"),
         "name": name,
         "group": group,
@@ -50,8 +47,8 @@ def start(run_dir: Path, name: str, group: str, config: dict[str, Any]) -> Any:
         "settings": settings,
     }
     try:
-        run = wandb.init(mode=mode, **arguments)
-    except (wandb.errors.Error, OSError) as error:
+        run = wandb.init(**arguments, mode=mode)  # type: ignore[arg-type]  # a name that wandb checks
+    except (Error, OSError) as error:
         logger.warning("wandb is not reachable (%s); logging offline, upload later with `wandb sync`", error)
         run = wandb.init(mode="offline", **arguments)
     run.define_metric("train/global_step")
