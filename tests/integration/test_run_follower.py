@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -140,8 +141,9 @@ def _alive(ray: Ray) -> bool:
     return subprocess.run(command, env=os.environ | ray.variables, capture_output=True, check=False).returncode == 0
 
 
-def _processes_naming(text: str) -> str:
-    return subprocess.run(["pgrep", "-af", text], capture_output=True, text=True, check=False).stdout
+def _processes_naming(text: str) -> list[list[str]]:
+    commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    return [command for command in commands if any(text in word for word in command)]
 
 
 @pytest.mark.slow
