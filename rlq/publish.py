@@ -203,12 +203,16 @@ def read_directory(directory: Path) -> Snapshot:
     Raises:
         SnapshotError: no manifest (an interrupted write), or bytes that differ from the manifest's digest.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if not (directory / MANIFEST).is_file():
         raise SnapshotError(f"{directory} has no {MANIFEST}: the snapshot is incomplete, write it again")
     manifest = json.loads((directory / MANIFEST).read_text())
-    tensors = load_file(directory / "model.safetensors")
+    try:
+        tensors = load_file(directory / "model.safetensors")
+    except (SafetensorError, OSError) as error:
+        raise SnapshotError(f"{directory} cannot be read ({error}); the files were damaged, write it again") from None
     if tensor_digest(tensors) != manifest["digest"]:
         raise SnapshotError(f"{directory} does not match its manifest; the files were damaged, write it again")
     return Snapshot(tensors, manifest["version"], Scheme.from_dict(manifest["scheme"]), manifest["digest"])
