@@ -23,7 +23,9 @@ def _quantization_args(scheme: TensorScheme, *, dynamic: bool) -> dict:
 def unquantized_linears(scheme: Scheme, tensors: dict[str, torch.Tensor]) -> list[str]:
     """Modules among a snapshot's 2-D weights that stayed in bf16, embeddings aside: the `ignore` of a checkpoint."""
     modules = [name.removesuffix(".weight") for name, t in tensors.items() if name.endswith(".weight") and t.ndim == 2]
-    return [m for m in modules if not EMBEDDINGS.search(m) and scheme.for_module(m, 2) is None]
+    kept = [m for m in modules if not EMBEDDINGS.search(m) and scheme.for_module(m, 2) is None]
+    # A tied head has no tensor of its own, and a loader would still take its module for a quantized linear.
+    return kept if "lm_head" in modules else [*kept, "lm_head"]
 
 
 def quantization_config(scheme: Scheme, ignore: Iterable[str]) -> dict:
