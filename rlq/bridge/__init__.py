@@ -1,28 +1,55 @@
 """The bridge between the distribution that samples and the distribution that learns.
 
-``correct`` turns two log-probs and a mask into weights, kept tokens and metrics; ``Correction`` says how.
+``correct`` turns two log-probs and a mask into weights, kept tokens and metrics; ``Correction`` says how. The rest
+looks at the same tensors: breakdowns, shadow estimators, gap attribution, and a guard that acts on the metrics.
 """
 
+from .audit import BiasAudit, bias_audit
+from .breakdown import BinnedTable, WorstToken, breakdown, log_ratio_histogram, worst_tokens
 from .core import BridgeOutput, correct
 from .correction import Correction
+from .gap import GapAttribution, gap_attribution
+from .guard import DEFAULT_RULES, Decision, Guard, GuardRule, RuleState, tightened
 from .histogram import QUANTILE_RESOLUTION
 from .metrics import METRIC_NAMES, BridgeSums
+from .presets import PRESETS, Preset
 from .ratio import MAX_LOG_RATIO, LogRatio
 from .reduce import DistributedReducer, Reducer
 from .registry import register_correction
 from .rules import RejectRule
+from .shadow import ShadowEstimate, shadow, shadow_metrics
 
 __all__ = [
+    "DEFAULT_RULES",
     "MAX_LOG_RATIO",
     "METRIC_NAMES",
+    "PRESETS",
     "QUANTILE_RESOLUTION",
+    "BiasAudit",
+    "BinnedTable",
     "BridgeOutput",
     "BridgeSums",
     "Correction",
+    "Decision",
     "DistributedReducer",
+    "GapAttribution",
+    "Guard",
+    "GuardRule",
     "LogRatio",
+    "Preset",
     "Reducer",
     "RejectRule",
+    "RuleState",
+    "ShadowEstimate",
+    "WorstToken",
+    "bias_audit",
+    "breakdown",
     "correct",
+    "gap_attribution",
+    "log_ratio_histogram",
     "register_correction",
+    "shadow",
+    "shadow_metrics",
+    "tightened",
+    "worst_tokens",
 ]

@@ -219,7 +219,7 @@ REFERENCES = {
     "deepseek/off_policy_sequence_mask": filtered(one, deepseek),
 }
 KEPT_DENOMINATOR = {n for n in REFERENCES if "_rs" in n or n.endswith("_filter")}
-BATCHWISE = {"slime/mis", "miles/mis"}
+BATCHWISE = {"slime/mis", "miles/mis"}  # one object under two names
 
 
 def reference(name, learner, sampler, mask, advantages):
@@ -249,10 +249,11 @@ def test_preset_equals_its_peers_formula(name, dtype, stacked):
     assert out.denominator == (keep if name in KEPT_DENOMINATOR else mask).sum()
 
 
-@pytest.mark.parametrize("name", sorted(BATCHWISE))
-def test_batch_normalised_preset_equals_its_peers_formula(name, batches):
+def test_batch_normalised_preset_equals_its_peers_formula(batches):
+    correction = Correction.preset("slime/mis")
+    assert Correction.preset("miles/mis") == correction
     for learner, sampler, mask, _ in batches:
-        out = correct(*(torch.from_numpy(x) for x in (learner, sampler, mask)), Correction.preset(name))
+        out = correct(*(torch.from_numpy(x) for x in (learner, sampler, mask)), correction)
         ell = np.where(mask, np.where(mask, learner, 0) - np.where(mask, sampler, 0), 0.0)
         w = np.minimum(token(ell, mask), 2.0)
         mean = w[mask].mean() if mask.any() else 1.0
