@@ -42,7 +42,10 @@ class Outcome:
     """False gives exit code 1."""
 
 
-COMMANDS = (Command("doctor", "rlq.doctor", "check this machine and what is installed on it"),)
+COMMANDS = (
+    Command("doctor", "rlq.doctor", "check this machine and what is installed on it"),
+    Command("replay", "rlq.bridge.replay", "recompute corrections on dumped rollouts and compare them"),
+)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -8,6 +8,7 @@ from .audit import BiasAudit, bias_audit
 from .breakdown import BinnedTable, WorstToken, breakdown, log_ratio_histogram, worst_tokens
 from .core import BridgeOutput, correct
 from .correction import Correction
+from .dump import Rollouts, read_rollouts, write_rollouts
 from .gap import GapAttribution, gap_attribution
 from .guard import DEFAULT_RULES, Decision, Guard, GuardRule, RuleState, tightened
 from .histogram import QUANTILE_RESOLUTION
@@ -39,6 +40,7 @@ __all__ = [
     "Preset",
     "Reducer",
     "RejectRule",
+    "Rollouts",
     "RuleState",
     "ShadowEstimate",
     "WorstToken",
@@ -47,9 +49,11 @@ __all__ = [
     "correct",
     "gap_attribution",
     "log_ratio_histogram",
+    "read_rollouts",
     "register_correction",
     "shadow",
     "shadow_metrics",
     "tightened",
     "worst_tokens",
+    "write_rollouts",
 ]

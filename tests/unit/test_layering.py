@@ -19,8 +19,8 @@ ALLOWED = {
     | DISPLAY
     | {"rlq", "trl", "accelerate", "transformers", "tokenizers", "ray", "wandb", "datasets", "matplotlib", "yaml"},
 }
-# The audit loads a model when it runs, and only then.
-ALLOWED_IN_FUNCTIONS = {"rlq": {"transformers"}}
+# The audit loads a model when it runs, a replay reads parquet and draws when it runs; none of them before.
+ALLOWED_IN_FUNCTIONS = {"rlq": {"transformers", "pyarrow", "matplotlib"}}
 NEVER_LOADED_BY_RLQ = {"ray", "vllm", "trl", "transformers", "wandb", "accelerate", "datasets"}
 
 LONGEST_FUNCTION = 80
