@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectStoreFullError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -151,14 +151,8 @@ class SamplerPool:
         if self.version is None:
             self._await_start()
         start = time.perf_counter()
-        try:
-            packed = ray.put(pack(snap))
-        except ObjectStoreFullError:
-            size = ray.cluster_resources().get("object_store_memory", 0)
-            raise SamplerError(
-                f"a snapshot of {snap.nbytes / 2**20:.0f} MiB does not fit the object store ({size / 2**20:.0f} MiB); "
-                "start Ray with a larger --object-store-memory"
-            ) from None
+        self._check_store(snap.nbytes)
+        packed = ray.put(pack(snap))
         reports: list[InstallReport] = []
         waiting = {member.actor.install.remote(packed): member for member in self._members}
         while waiting:
@@ -172,6 +166,15 @@ class SamplerPool:
         total = time.perf_counter() - start
         slowest = max(report.install_s for report in reports)
         return replace(reports[0], ship_s=total - slowest, install_s=slowest, pause_s=max(r.pause_s for r in reports))
+
+    def _check_store(self, nbytes: int) -> None:
+        """Ray would spill to disk without a word; two snapshots (the old and the new one) must fit."""
+        size = ray.cluster_resources().get("object_store_memory", 0)
+        if 2 * nbytes > size:
+            raise SamplerError(
+                f"two snapshots of {nbytes / 2**20:.0f} MiB do not fit the object store ({size / 2**20:.0f} MiB); "
+                "start Ray with a larger --object-store-memory"
+            )
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Rollout]:
         """Sample on all actors; a chunk whose actor dies runs again, with the same seeds, on a fresh one.

@@ -34,7 +34,7 @@ class EmulatedLinear(torch.nn.Module):
 
 
 class TransformersSampler:
-    """Samples with a transformers model in fp32, token by token, with the random numbers that vLLM would draw.
+    """Samples with a transformers model in fp32, one completion after the other; scores with the same weights.
 
     Args:
         model_config: `config.json` of the learner's model, as a dict.
@@ -89,9 +89,7 @@ class TransformersSampler:
             out = self.model(input_ids=step_input, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             log_p = torch.log_softmax(out.logits[0, -1].float() / sampling.temperature, dim=-1)
-            # Gumbel-max written as vLLM does: p / Exp(1), so equal seeds draw equal tokens.
-            noise = torch.empty_like(log_p).exponential_(generator=generator)
-            token = int((log_p.exp() / noise).argmax())
+            token = int(torch.multinomial(log_p.exp(), 1, generator=generator))
             tokens.append(token)
             logprobs.append(float(log_p[token]))
             step_input = torch.tensor([[token]])
