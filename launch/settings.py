@@ -1,5 +1,6 @@
 """From a YAML file and flags to a checked plan; everything here runs before anything expensive."""
 
+import difflib
 import os
 import time
 from dataclasses import fields
@@ -22,11 +23,24 @@ CONFIGS: Any = (RunConfig, QuantGRPOConfig, SamplerConfig, BridgeConfig)
 RAY_COPY = "runtime_resources/working_dir_files"
 
 
+SETTINGS = "the settings are the fields of " + ", ".join(c.__name__ for c in CONFIGS)
+
+
 class _Parser(TrlParser):
-    """TrlParser whose faults are one-line exceptions rather than a page of usage."""
+    """TrlParser that reads a file as it reads flags, and whose faults are one line rather than a page of usage."""
 
     def error(self, message: str):
-        raise ConfigError(f"{message}; the settings are the fields of " + ", ".join(c.__name__ for c in CONFIGS))
+        raise ConfigError(f"{message}; {SETTINGS}")
+
+    def set_defaults_with_config(self, **kwargs) -> list[str]:
+        """Numbers go in as text, because argparse checks the type of no other default; one name makes a list of one."""
+        lists = {action.dest for action in self._actions if action.nargs in ("+", "*")}
+        for key, value in kwargs.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                kwargs[key] = str(value)
+            elif isinstance(value, str) and key in lists:
+                kwargs[key] = [value]
+        return super().set_defaults_with_config(**kwargs)
 
 
 def parse(argv: list[str], default_config: Path) -> tuple[tuple, dict[str, Any]]:
@@ -38,17 +52,28 @@ def parse(argv: list[str], default_config: Path) -> tuple[tuple, dict[str, Any]]
     argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
     if "--config" not in argv:
         argv = ["--config", str(default_config), *argv]
-    parser = _Parser(CONFIGS)
+    parser = _Parser(CONFIGS, allow_abbrev=False)
     try:
-        parsed = parser.parse_args_and_config(argv)
-    except FileNotFoundError as error:
-        raise ConfigError(f"configuration {error.filename!r} does not exist; name one of configs/*.yaml") from None
+        *parsed, unknown = parser.parse_args_and_config(argv, return_remaining_strings=True)
+    except OSError as error:
+        raise ConfigError(
+            f"configuration {error.filename!r} cannot be read ({error.strerror}); name one of configs/*.yaml"
+        ) from None
     except IndexError:
         raise ConfigError("--config needs a file; name one of configs/*.yaml") from None
     except (ValueError, TypeError, yaml.YAMLError) as error:
         raise ConfigError(" ".join(str(error).split())) from None
+    if unknown:
+        raise ConfigError(_describe(unknown, [action.dest for action in parser._actions]))
     at = argv.index("--config")
-    return parsed, _given(vars(parser.parse_args(argv[:at] + argv[at + 2 :])))
+    return tuple(parsed), _given(vars(parser.parse_args(argv[:at] + argv[at + 2 :])))
+
+
+def _describe(unknown: list[str], known: list[str]) -> str:
+    names = [part[2:].partition("=")[0] for part in unknown if part.startswith("--")] or unknown
+    close = [match for name in names for match in difflib.get_close_matches(name, known, n=1)]
+    hint = f"did you mean {', '.join(close)}?" if close else SETTINGS
+    return f"unknown setting {', '.join(names)}; {hint}"
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
@@ -65,6 +90,7 @@ def build_plan(
     run, grpo, sampler, bridge = configs
     scheme, correction = sampler.scheme(), bridge.correction()
     load_rewards(run.reward_funcs)
+    model_path = resolve_model(run.model_name_or_path, root)
     run_dir = resolve_run_dir(grpo, root)
     checkpoints = run_dir / "checkpoints"
     resume = resolve_resume(grpo.resume_from_checkpoint, checkpoints)
@@ -75,10 +101,7 @@ def build_plan(
     resolved = given | {"output_dir": str(run_dir)}
     write_config(run_dir, resolved)
     grpo.output_dir = str(checkpoints)
-    plan = LearnerPlan(
-        run, grpo, scheme, correction, run_dir, resolve_model(run.model_name_or_path, root), resume, resolved
-    )
-    return plan, sampler
+    return LearnerPlan(run, grpo, scheme, correction, run_dir, model_path, resume, resolved), sampler
 
 
 def resolve_run_dir(grpo: QuantGRPOConfig, root: Path) -> Path:
