@@ -46,6 +46,8 @@ class QuantGRPOConfig(GRPOConfig):
                 raise ConfigError(f"{name}={value!r} cannot be used with rlq: {reason}; set it to {allowed[0]!r}")
         if not self.temperature > 0:
             raise ConfigError(f"temperature={self.temperature} gives no ratio; use a value above 0")
+        if self.max_completion_length is None:
+            raise ConfigError("max_completion_length is None; the samplers need a limit in tokens, such as 512")
         super().__post_init__()
 
 
