@@ -3,6 +3,7 @@
 import json
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from samplers.reference import TransformersSampler
 FP8, BF16 = Scheme.preset("fp8"), Scheme.preset("bf16")
 
 
-def tiny_llama(*, tied: bool = False, seed: int = 0) -> torch.nn.Module:
+def tiny_llama(*, tied: bool = False, seed: int = 0) -> Any:
     """Two layers with biases everywhere; every parameter random, so that no two are equal by chance."""
     config = LlamaConfig(
         vocab_size=40,
@@ -56,7 +57,7 @@ def tiny_llama(*, tied: bool = False, seed: int = 0) -> torch.nn.Module:
 
 
 @pytest.fixture(scope="module")
-def model() -> torch.nn.Module:
+def model() -> Any:
     return tiny_llama()
 
 
@@ -410,12 +411,13 @@ def test_transformers_loads_the_directory_and_dequantizes_to_our_values(tmp_path
     write_directory(snap, tmp_path, model.config.to_dict())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You passed `quantization_config`")
-        loaded, report = AutoModelForCausalLM.from_pretrained(
+        result: Any = AutoModelForCausalLM.from_pretrained(
             tmp_path,
             dtype=torch.float32,  # with bf16, transformers rounds the fp32 scales
             quantization_config=CompressedTensorsConfig(dequantize=True),
             output_loading_info=True,
         )
+    loaded, report = result
     assert not any(report.values())
     for name, cast in bf16_checkpoint(model.named_parameters()).items():
         module = name.removesuffix(".weight")
