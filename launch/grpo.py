@@ -6,7 +6,6 @@ The scripts beside this file differ only in their default configuration.
 import logging
 import os
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,23 +44,73 @@ def prepare(argv: list[str], default_config: Path):
 
 
 def run(plan, sampler_config) -> None:
-    """Start samplers and learner."""
+    """Start Ray and the learner, in this process or as several ranks under Ray Train."""
     import ray
+
+    if not ray.is_initialized():
+        ray.init(include_dashboard=False, logging_level=logging.WARNING)
+    if plan.run.learner_num_workers == 1:
+        learn(plan, sampler_config)
+    else:
+        learn_on_ranks(plan)
+
+
+def learn(plan, sampler_config, *, is_main: bool = True) -> None:
+    """Train on this rank; the main one owns the samplers."""
     from transformers import AutoConfig
 
     from samplers.pool import SamplerPool
 
-    start = time.monotonic()
-    if not ray.is_initialized():
-        ray.init(include_dashboard=False, logging_level=logging.WARNING)
-    model_config = AutoConfig.from_pretrained(plan.model_path).to_dict()
-    # Actors load while the learner imports TRL; the first publish waits for them.
-    pool = SamplerPool.vllm(model_config, sampler_config)
+    pool = None
+    if is_main:
+        # Actors load while the learner imports TRL; the first publish waits for them.
+        pool = SamplerPool.vllm(AutoConfig.from_pretrained(plan.model_path).to_dict(), sampler_config)
     try:
         from trainers.learner import train
 
-        seconds = time.monotonic() - start
-        print(f"samplers={sampler_config.num_samplers} scheme={plan.scheme.name} starting, {seconds:.1f} s")
         train(plan, pool)
     finally:
-        pool.close()
+        if pool is not None:
+            pool.close()
+
+
+def learn_on_ranks(plan) -> None:
+    """Train on several ranks; each reads the run's resolved configuration, so they cannot disagree."""
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    from rlq.errors import RlqError
+
+    resources = {"CPU": plan.run.learner_cpus_per_worker, "GPU": plan.run.learner_gpus_per_worker}
+    scaling = ScalingConfig(
+        num_workers=plan.run.learner_num_workers,
+        use_gpu=plan.run.learner_gpus_per_worker > 0,
+        resources_per_worker={name: amount for name, amount in resources.items() if amount},
+    )
+    trainer = TorchTrainer(
+        rank_main,
+        train_loop_config={"config": str(plan.run_dir / "config.yaml"), "root": str(ROOT)},
+        scaling_config=scaling,
+        run_config=RunConfig(name="ray_train", storage_path=str(plan.run_dir)),
+    )
+    try:
+        trainer.fit()
+    except Exception as error:  # Ray Train wraps whatever a rank raised; only rlq's own errors are unwrapped
+        for cause in (error.__cause__, *getattr(error, "worker_failures", {}).values()):
+            if isinstance(cause, RlqError):
+                raise cause from None
+        raise
+
+
+def rank_main(loop_config: dict[str, str]) -> None:
+    """One learner rank under Ray Train."""
+    import sys
+
+    sys.path.insert(0, loop_config["root"])
+    import ray.train
+
+    from launch.grpo import learn, prepare
+
+    config = loop_config["config"]
+    plan, sampler_config = prepare(["--config", config], Path(config))
+    learn(plan, sampler_config, is_main=ray.train.get_context().get_world_rank() == 0)

@@ -70,4 +70,5 @@ class RunConfig:
     learner_num_workers: int = field(
         default=1, metadata={"help": "Learner ranks; more than 1 run under Ray Train with accelerate."}
     )
+    learner_cpus_per_worker: float = field(default=1, metadata={"help": "CPUs per learner rank under Ray Train."})
     learner_gpus_per_worker: float = field(default=0, metadata={"help": "GPUs per learner rank under Ray Train."})

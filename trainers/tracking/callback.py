@@ -20,6 +20,7 @@ class RunRecorder(TrainerCallback):
     def __init__(self, run_dir: Path):
         self.path = run_dir / records.FILE
         self.progress: Progress | None = None
+        self.step_ended = time.perf_counter()
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Start the display; after a resume, drop what is about to be written again."""
@@ -27,14 +28,19 @@ class RunRecorder(TrainerCallback):
             records.truncate_after(self.path, state.global_step)
             self.progress = Progress(state.max_steps, state.global_step)
 
+    def on_step_end(self, args, state, control, **kwargs):
+        """The optimizer has stepped; what follows until the record is written is tracking."""
+        self.step_ended = time.perf_counter()
+
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs):
         """Record and show."""
         if self.progress is None or logs is None or "train_runtime" in logs:
             return
         record = {"step": state.global_step, "time": round(time.time(), 3), **logs}
-        records.append(self.path, record)
         if "loss" in logs:
             self.progress.update(state.global_step, record)
+            record["rlq/time/track_s"] = time.perf_counter() - self.step_ended
+        records.append(self.path, record)
 
     def on_train_end(self, args, state, control, **kwargs):
         """Close the display."""

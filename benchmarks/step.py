@@ -1,0 +1,151 @@
+"""Step time of rlq against TRL's own GRPOTrainer with transformers generation: same model, prompts and lengths.
+
+The two trainers live in two processes and take turns, one step each; whoever waits is blocked on a pipe. Lengths are
+either fixed (no end token can be drawn) or long-tailed (every token ends the completion with probability 1/51).
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.update(RAY_worker_niceness="0", HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+ROUNDS, WARMUP = 7, 2
+LENGTHS = {"fixed": 64, "long_tail": 128}
+
+
+def make_model(directory: Path, kind: str) -> None:
+    """A random Llama of the default run's size, whose next-token distribution is nearly uniform over 51 tokens."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from trainers.tasks import char_tokenizer
+
+    tokenizer = char_tokenizer()
+    if kind == "fixed":  # an end token that the model has no row for
+        tokenizer.add_special_tokens({"eos_token": "<never>"})
+    config = LlamaConfig(
+        vocab_size=51, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def distinct_tokens(completion_ids, **kwargs) -> list[float]:
+    """A reward that differs between completions."""
+    return [len(set(ids)) / max(len(ids), 1) for ids in completion_ids]
+
+
+def child(side: str, kind: str, directory: str) -> None:
+    """One trainer; runs a step for every line on stdin and prints how long it took and how many tokens it sampled."""
+    import time
+
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+
+    torch.set_num_threads(2)
+    from trainers.compat import GRPOConfig, GRPOTrainer
+    from trainers.grpo import QuantGRPOTrainer
+    from trainers.options import QuantGRPOConfig
+    from trainers.tasks import sort_digits_dataset
+
+    class Gate(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            sys.stdin.readline()
+            self.start = time.perf_counter()
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            if logs and "loss" in logs:
+                length = logs["completions/mean_length"]
+                print(f"step {time.perf_counter() - self.start} {length}", flush=True)
+
+    common = dict(
+        output_dir=directory, use_cpu=True, bf16=False, gradient_checkpointing=False, learning_rate=1e-9,
+        per_device_train_batch_size=256, num_generations=8, max_completion_length=LENGTHS[kind], logging_steps=1,
+        max_steps=ROUNDS + WARMUP, save_strategy="no", report_to="none", disable_tqdm=True, seed=0,
+    )  # fmt: skip
+    rest = dict(
+        model=AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32),
+        reward_funcs=distinct_tokens,
+        train_dataset=sort_digits_dataset(1024, seed=0),
+        processing_class=AutoTokenizer.from_pretrained(directory),
+    )
+    if side == "trl":
+        trainer = GRPOTrainer(args=GRPOConfig(**common), **rest)
+    else:
+        import ray
+
+        from samplers.options import SamplerConfig
+        from samplers.pool import SamplerPool
+
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        config = SamplerConfig(sampler_max_model_len=LENGTHS[kind] + 16)
+        pool = SamplerPool.vllm(AutoConfig.from_pretrained(directory).to_dict(), config)
+        trainer = QuantGRPOTrainer(args=QuantGRPOConfig(**common), samplers=pool, **rest)
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(Gate())
+    trainer.train()
+
+
+def measure(kind: str) -> dict[str, float]:
+    """Median seconds per step and mean completion length of both sides."""
+    with tempfile.TemporaryDirectory() as directory:
+        make_model(Path(directory), kind)
+        children = {
+            side: subprocess.Popen(
+                [sys.executable, __file__, "--child", side, kind, directory],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            )
+            for side in ("rlq", "trl")
+        }  # fmt: skip
+        times: dict[str, list[float]] = {side: [] for side in children}
+        lengths: dict[str, list[float]] = {side: [] for side in children}
+        for round_ in range(WARMUP + ROUNDS):
+            for side, process in children.items():
+                process.stdin.write("go\n")
+                process.stdin.flush()
+                while not (line := process.stdout.readline()).startswith("step "):
+                    if not line:
+                        raise SystemExit(f"the {side} trainer ended early; run it alone to see why")
+                if round_ >= WARMUP:
+                    _, seconds, length = line.split()
+                    times[side].append(float(seconds))
+                    lengths[side].append(float(length))
+        for process in children.values():
+            process.stdin.close()
+            process.wait(timeout=60)
+    return {side: statistics.median(t) for side, t in times.items()} | {
+        f"{side}_length": statistics.mean(v) for side, v in lengths.items()
+    }
+
+
+def main() -> None:
+    from common import report, row
+
+    rows = []
+    for kind, goal in (("fixed", 1.0), ("long_tail", 1.3)):
+        m = measure(kind)
+        speedup = m["trl"] / m["rlq"]
+        rows += [
+            row(f"{kind} lengths: TRL step over rlq step", speedup, f">= {goal}", speedup >= goal),
+            row(f"{kind} lengths: rlq step, s", m["rlq"]),
+            row(f"{kind} lengths: TRL step, s", m["trl"]),
+            row(f"{kind} lengths: mean completion, rlq tokens", m["rlq_length"]),
+            row(f"{kind} lengths: mean completion, TRL tokens", m["trl_length"]),
+        ]
+    report("step", rows)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--child", nargs=3, metavar=("SIDE", "KIND", "DIR"))
+    arguments = parser.parse_args()
+    child(*arguments.child) if arguments.child else main()
