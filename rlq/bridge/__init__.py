@@ -6,7 +6,7 @@ looks at the same tensors: breakdowns, shadow estimators, gap attribution, and a
 
 from .audit import BiasAudit, bias_audit
 from .breakdown import BinnedTable, WorstToken, breakdown, log_ratio_histogram, worst_tokens
-from .core import BridgeOutput, correct
+from .core import BridgeOutput, correct, correct_all
 from .correction import Correction
 from .dump import Rollouts, read_rollouts, write_rollouts
 from .gap import GapAttribution, gap_attribution
@@ -47,6 +47,7 @@ __all__ = [
     "bias_audit",
     "breakdown",
     "correct",
+    "correct_all",
     "gap_attribution",
     "log_ratio_histogram",
     "read_rollouts",

@@ -6,6 +6,7 @@ Axes: B sequences, T completion tokens (padded).
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from .metrics import BridgeSums
 from .ratio import log_ratio
 from .reduce import Reducer
 from .rules import RuleInputs
-from .summary import summarise
+from .summary import RawSums, raw_sums, summarise
 from .weights import apply
 
 logger = logging.getLogger(__name__)
@@ -80,12 +81,45 @@ def correct(
     Raises:
         ConfigError: shapes, dtypes or a missing tensor, see ``check_inputs``.
     """
+    only = {"": correction}
+    return correct_all(learner_logprobs, sampler_logprobs, mask, only, advantages=advantages, reduce=reduce)[""]
+
+
+@torch.no_grad()
+def correct_all(
+    learner_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    mask: Tensor,
+    corrections: Mapping[str, Correction],
+    *,
+    advantages: Tensor | None = None,
+    reduce: Reducer | None = None,
+) -> dict[str, BridgeOutput]:
+    """``correct`` for several corrections of the same batch; what they share is computed once.
+
+    Args:
+        learner_logprobs: (B, T), see ``correct``.
+        sampler_logprobs: (B, T), see ``correct``.
+        mask: (B, T) bool.
+        corrections: name to correction.
+        advantages: (B,) or (B, T).
+        reduce: combines sums over the ranks that share the batch.
+
+    Raises:
+        ConfigError: see ``correct``.
+    """
     ratio = log_ratio(learner_logprobs, sampler_logprobs, mask)
     if advantages is not None and advantages.shape not in (mask.shape, mask.shape[:1]):
         raise ConfigError(f"advantages have shape {tuple(advantages.shape)}: pass (batch,) or (batch, tokens)")
     inputs = RuleInputs(ratio, learner_logprobs, sampler_logprobs, advantages)
+    raw = raw_sums(inputs)
+    return {name: _output(inputs, raw, correction, reduce) for name, correction in corrections.items()}
+
+
+def _output(inputs: RuleInputs, raw: RawSums, correction: Correction, reduce: Reducer | None) -> BridgeOutput:
+    ratio = inputs.ratio
     applied = apply(inputs, correction, reduce)
-    sums = summarise(inputs, applied)
+    sums = summarise(ratio, raw, applied)
     total = sums if reduce is None else sums.reduce(reduce)
     tokens, kept = total.value("tokens"), total.value("kept")
     if tokens and not kept:

@@ -23,14 +23,20 @@ QUANTILE_RESOLUTION = 2.0 ** -(_MANTISSA_BITS + 1)
 2^-20 of it near ratio 1."""
 
 
-def histogram(ell: Tensor, tokens: Tensor) -> Tensor:
+def histogram(ell: Tensor, tokens: Tensor, scratch: Tensor) -> Tensor:
     """Counts of log ratios in fixed bins, ascending: 2 * ``_HALF`` + 1 fp64 values, those beyond +-20 in the end bins.
 
     Args:
         ell: any shape, fp32 or fp64; places that are not tokens hold 0.
         tokens: 0-dim, how many places are tokens.
+        scratch: like ``ell``, overwritten.
     """
-    bins = ell.float().view(torch.int32) >> _SHIFT
+    bits = ell.float().view(torch.int32)
+    bins = (
+        torch.bitwise_right_shift(bits, _SHIFT, out=scratch.view(torch.int32))
+        if ell.dtype == torch.float32
+        else bits >> _SHIFT
+    )
     bins &= 2 * _SIGN_BIN - 1
     counts = torch.bincount(bins.flatten(), minlength=2 * _SIGN_BIN).double()
     halves = []

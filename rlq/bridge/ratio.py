@@ -18,6 +18,9 @@ MAX_LOG_RATIO = 20.0
 MISSING_LOGPROB = -9999.0
 """Engines write -9999 where a log-prob is missing. It is no number to compute with: such tokens count as non-finite."""
 
+_SUSPECT = 1000.0
+"""A log ratio this large, or NaN, is the sign of an unusable log-prob; only then is every token looked at."""
+
 
 @dataclass(frozen=True)
 class LogRatio:
@@ -49,9 +52,6 @@ class LogRatio:
 
     max: float
     """Largest exact log ratio, or 0 if every one is below."""
-
-    ordinary: bool
-    """Every log-prob passed, padding included, lies in (``MISSING_LOGPROB``, 0]: nothing needs masking before exp."""
 
 
 def check_inputs(learner_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> None:
@@ -99,32 +99,31 @@ def log_ratio(learner_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) 
     sampler = sampler_logprobs.detach().to(dtype)
     zero = torch.zeros((), dtype=dtype, device=learner.device)
 
-    ordinary = _in_range(learner) and _in_range(sampler)
-    if ordinary:
-        finite = mask
-    else:
-        finite = mask & (torch.minimum(learner, sampler) > MISSING_LOGPROB) & torch.isfinite(learner - sampler)
-    exact = torch.where(finite, learner - sampler, zero)
-    low, high = (x.item() for x in torch.aminmax(exact)) if exact.numel() else (0.0, 0.0)
+    # Selection in place, here and below: on a CPU fresh memory costs as much as the arithmetic.
+    exact = learner - sampler
+    finite, exact = mask, torch.where(mask, exact, zero, out=exact)
+    low, high = _range(exact)
+    if not (high < _SUSPECT and low > -_SUSPECT):  # NaN fails too
+        finite = mask & (torch.minimum(learner, sampler) > MISSING_LOGPROB) & torch.isfinite(exact)
+        exact = torch.where(finite, exact, zero)
+        low, high = _range(exact)
     beyond = max(high, -low) > MAX_LOG_RATIO
     bounded = exact.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) if beyond else exact
+    rho = bounded.exp()
     return LogRatio(
         exact_BT=exact,
         bounded_BT=bounded,
-        rho_BT=torch.where(finite, bounded.exp(), zero),
+        rho_BT=torch.where(finite, rho, zero, out=rho),
         mask_BT=mask,
         finite_BT=finite,
         tokens_B=finite.sum(-1, dtype=torch.int32).double(),
         sum_B=exact.sum(-1, dtype=torch.float64),
         min=low,
         max=high,
-        ordinary=ordinary,
     )
 
 
-def _in_range(logprobs: Tensor) -> bool:
-    """Whether every value is a log-prob; NaN fails both comparisons. Two reads instead of a mask per condition."""
-    if not logprobs.numel():
-        return True
-    low, high = (x.item() for x in torch.aminmax(logprobs))
-    return low > MISSING_LOGPROB and high <= 0.0
+def _range(x: Tensor) -> tuple[float, float]:
+    """Smallest and largest value; NaN if there is one, 0 without values."""
+    low, high = torch.aminmax(x) if x.numel() else (torch.zeros(()), torch.zeros(()))
+    return low.item(), high.item()

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from ..cli import Outcome
 from ..errors import ConfigError
 from .breakdown import log_ratio_histogram
-from .core import BridgeOutput, correct
+from .core import BridgeOutput, correct_all
 from .correction import Correction
 from .dump import Rollouts, dump_files, read_rollouts
 from .metrics import METRIC_NAMES, BridgeSums
@@ -44,14 +44,18 @@ class Replay:
 
     def add(self, rollouts: Rollouts, learner: str | None = None) -> None:
         """One more batch. Statistics over a batch (normalisation, ESS target) are taken over this one."""
-        logprobs, outputs = rollouts.learner(learner), []
-        for name, correction in self.corrections.items():
-            out = correct(logprobs, rollouts.sampler_logprobs, rollouts.mask, correction, advantages=rollouts.advantage)
+        outputs = correct_all(
+            rollouts.learner(learner),
+            rollouts.sampler_logprobs,
+            rollouts.mask,
+            self.corrections,
+            advantages=rollouts.advantage,
+        )
+        for name, out in outputs.items():
             self.sums[name] = out.sums.merge(self.sums[name]) if name in self.sums else out.sums
             self.history.setdefault(name, []).append(out.metrics)
-            outputs.append(out)
         if rollouts.advantage is not None:
-            gram = _gram(outputs, rollouts.advantage)
+            gram = _gram(list(outputs.values()), rollouts.advantage)
             self.gram = gram if self.gram is None else self.gram + gram
 
     def report(self) -> dict[str, dict[str, float]]:
@@ -153,13 +157,12 @@ def _print(console: Console, report: dict[str, dict[str, float]]) -> None:
     facts = [f"{name} {raw[name]:.4g}" for name in ("tokens", *_RAW) if name in raw]
     console.print(", ".join(facts), soft_wrap=True)
     table = Table(Column("correction", overflow="fold", min_width=20), box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("weight", "max", "ESS", "clipped", "kept", "seqs out", "cosine"):
+    for name in ("weight", "ESS", "clipped", "kept", "seqs out", "cosine"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, metrics in report.items():
         m = dict.fromkeys(METRIC_NAMES, math.nan) | metrics
         values = (
             m["weight_mean"],
-            m["weight_max"],
             m["ess_applied"],
             m["clip_frac_high"] + m["clip_frac_low"],
             m["kept_token_frac"],

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from .core import BridgeOutput, correct
+from .core import BridgeOutput, correct_all
 from .correction import Correction
 from .reduce import Reducer
 
@@ -74,10 +74,9 @@ def shadow(
     """
     if features is not None and features.shape[:2] != mask.shape:
         raise ConfigError(f"features have shape {tuple(features.shape)}: pass (batch, tokens, features) for the mask")
-    outputs = [
-        correct(learner_logprobs, sampler_logprobs, mask, c, advantages=advantages, reduce=reduce)
-        for c in (active, *corrections.values())
-    ]
+    everything = {"": active} | dict(corrections)
+    results = correct_all(learner_logprobs, sampler_logprobs, mask, everything, advantages=advantages, reduce=reduce)
+    outputs = list(results.values())
     gram = _gram(outputs, advantages, features, reduce)
     norms = [math.sqrt(max(0.0, float(gram[k, k]))) for k in range(len(outputs))]
     estimates = {}

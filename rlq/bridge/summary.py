@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,15 +22,32 @@ from .rules import RuleInputs
 from .weights import Applied
 
 
-def summarise(inputs: RuleInputs, applied: Applied) -> BridgeSums:
-    """Summary of one batch, of one micro-batch, or of one rank's share."""
+@dataclass(frozen=True)
+class RawSums:
+    """The part of a summary that no correction changes; computed once for many of them."""
+
+    entries: dict[str, Tensor | float]
+    """Entries of ``BridgeSums.sums`` by name."""
+
+    maxima: dict[str, Tensor | float]
+    """Entries of ``BridgeSums.maxima`` by name."""
+
+    histogram: Tensor
+    """1-D fp64, counts of log ratios."""
+
+    scratch_BT: Tensor
+    """(B, T) memory to overwrite."""
+
+
+def raw_sums(inputs: RuleInputs) -> RawSums:
+    """Everything about the log ratio and the probabilities that the metrics need."""
     ratio = inputs.ratio
     ell = ratio.exact_BT
     rho_m1 = torch.expm1(ratio.bounded_BT)
     rho_m1_sum, rho_m1_sq = _sum(rho_m1), _square_sum(rho_m1)
     diff = _abs_prob_diff(inputs, rho_m1)
     tokens = ratio.tokens_B.sum()
-    entries: dict[str, Tensor | float] = {
+    entries = {
         "tokens": tokens,
         "mask_tokens": tokens if ratio.finite_BT is ratio.mask_BT else torch.count_nonzero(ratio.mask_BT),
         **_sequence_sums(ratio),
@@ -41,19 +59,32 @@ def summarise(inputs: RuleInputs, applied: Applied) -> BridgeSums:
         "rho_m1_sq": rho_m1_sq,
         "bounded_tokens": _beyond(ell) if max(ratio.max, -ratio.min) > MAX_LOG_RATIO else 0.0,
         "prob_diff": _sum(diff),
-        "weight": _sum(applied.weights_BT),
-        "weight_sq": _square_sum(applied.weights_BT),
-        "kept": tokens if applied.keep_BT is ratio.finite_BT else torch.count_nonzero(applied.keep_BT),
+    }
+    return RawSums(entries, _raw_maxima(ratio, diff), histogram(ell, tokens, scratch=diff), scratch_BT=diff)
+
+
+def summarise(ratio: LogRatio, raw: RawSums, applied: Applied) -> BridgeSums:
+    """Summary of one batch, of one micro-batch, or of one rank's share, under one correction."""
+    weights, keep = applied.weights_BT, applied.keep_BT
+    entries = raw.entries | {
+        "weight": _sum(weights),
+        "weight_sq": _square_sum(weights),
+        "kept": raw.entries["tokens"] if keep is ratio.finite_BT else torch.count_nonzero(keep),
         "clip_high": applied.clip_high,
         "clip_low": applied.clip_low,
         "masked": applied.masked,
         "rejected_seqs": applied.rejected_seqs,
         "vetoed_seqs": applied.vetoed_seqs,
     }
+    maxima = dict(raw.maxima)
+    if weights.numel():
+        maxima["weight"] = weights.amax()
+        infinity = torch.full((), math.inf, dtype=weights.dtype, device=weights.device)
+        maxima["neg_weight"] = -torch.where(keep, weights, infinity, out=raw.scratch_BT).amin()
     return BridgeSums(
-        sums=_vector((entries[name] for name in SUMS), ell),
-        maxima=_maxima(ratio, diff, applied),
-        histogram=histogram(ell, tokens),
+        sums=_vector((entries[name] for name in SUMS), weights),
+        maxima=_vector((maxima.get(name, -math.inf) for name in MAXIMA), weights),
+        histogram=raw.histogram,
     )
 
 
@@ -80,10 +111,8 @@ def _beyond(log: Tensor) -> Tensor:
 def _abs_prob_diff(inputs: RuleInputs, rho_m1: Tensor) -> Tensor:
     """(B, T) abs(p_learner - p_sampler) as p_sampler * abs(rho - 1); overwrites ``rho_m1``."""
     ratio = inputs.ratio
-    sampler = inputs.sampler_BT.to(rho_m1.dtype)
-    if not ratio.ordinary:
-        sampler = torch.where(ratio.finite_BT, sampler, 0.0).clamp_(max=0.0)
-    diff = rho_m1.mul_(sampler.exp()).abs_()
+    sampler = torch.where(ratio.finite_BT, inputs.sampler_BT.to(rho_m1.dtype), 0.0)
+    diff = rho_m1.mul_(sampler.clamp_(max=0.0).exp_()).abs_()
     if ratio.max > MAX_LOG_RATIO:  # the bounded ratio is too small there, and p_sampler is nothing beside p_learner
         learner = inputs.learner_BT.to(diff.dtype).clamp(max=0.0)
         diff = torch.where(ratio.exact_BT > MAX_LOG_RATIO, learner.exp(), diff)
@@ -103,12 +132,11 @@ def _vector(values: Iterable[Tensor | float], like: Tensor) -> Tensor:
     return torch.stack([torch.as_tensor(v, dtype=torch.float64, device=like.device) for v in values])
 
 
-def _maxima(ratio: LogRatio, diff: Tensor, applied: Applied) -> Tensor:
-    if diff.numel() == 0 or not bool((ratio.tokens_B > 0).any()):
-        return torch.full((len(MAXIMA),), -math.inf, dtype=torch.float64, device=diff.device)
+def _raw_maxima(ratio: LogRatio, diff: Tensor) -> dict[str, Tensor | float]:
+    if diff.numel() == 0:
+        return {}
     # Padding holds ell = 0, which must not pass for an observed extreme when every real one lies on one side.
     ell, finite = ratio.exact_BT, ratio.finite_BT
     top = ratio.max if ratio.max > 0 else torch.where(finite, ell, -math.inf).amax()
     bottom = ratio.min if ratio.min < 0 else torch.where(finite, ell, math.inf).amin()
-    lightest = torch.where(applied.keep_BT, applied.weights_BT, math.inf).amin()
-    return _vector((top, -bottom, diff.amax(), applied.weights_BT.amax(), -lightest), diff)
+    return {"ell": top, "neg_ell": -bottom, "prob_diff": diff.amax()}
