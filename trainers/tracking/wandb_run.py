@@ -49,7 +49,8 @@ def start(run_dir: Path, name: str, group: str, config: dict[str, Any]) -> Any:
     try:
         run = wandb.init(**arguments, mode=mode)  # type: ignore[arg-type]  # a name that wandb checks
     except (Error, OSError) as error:
-        logger.warning("wandb is not reachable (%s); logging offline, upload later with `wandb sync`", error)
+        reason = str(error).partition("\n")[0]
+        logger.warning("wandb is not reachable (%s); logging offline, upload later with `wandb sync`", reason)
         run = wandb.init(mode="offline", **arguments)
     run.define_metric("train/global_step")
     run.define_metric("*", step_metric="train/global_step", step_sync=True)
