@@ -137,7 +137,7 @@ def tabulate_bias(policies: int = 8) -> None:
 def main() -> None:
     """Run the parts named on the command line, or all."""
     parts = {"time": time_correction, "replay": time_replay, "bias": tabulate_bias}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("parts", nargs="*", choices=[*parts, []], help="which tables (default all)")
     for name in parser.parse_args().parts or parts:
         parts[name]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,8 +43,9 @@ class Correction:
     lower: float | None = None
     """Smallest weight, in [0, 1]; None is no lower bound. Only ``clip`` and ``mask`` have one."""
 
-    reject: tuple[RejectRule, ...] | None = None
-    """Rules that drop tokens or sequences; all must be passed. A list, or mappings as YAML gives them. None is off."""
+    reject: Sequence[RejectRule] | None = None
+    """Rules that drop tokens or sequences; all must be passed. Kept as a tuple; mappings, as YAML gives them, do too.
+    None is off."""
 
     veto: tuple[float | None, float | None] | None = (1e-4, None)
     """(low, high) bounds on the ratio of every single token: one token outside drops its sequence. None is off."""

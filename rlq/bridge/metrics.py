@@ -57,7 +57,7 @@ dropped ones as 0, ``weight_min`` and ``weight_max`` over kept tokens; ``mask_fr
 token; ``kept_token_frac`` is over all tokens of the mask, non-finite ones included. ``ppl_ratio`` is the mean over
 sequences of learner perplexity over sampler perplexity."""
 
-SUMS = (
+SUMS: tuple[str, ...] = (
     "tokens",
     "mask_tokens",
     "seqs",
@@ -85,7 +85,7 @@ SUMS = (
 )
 """Names of the entries of ``BridgeSums.sums``."""
 
-MAXIMA = ("ell", "neg_ell", "prob_diff", "weight", "neg_weight")
+MAXIMA: tuple[str, ...] = ("ell", "neg_ell", "prob_diff", "weight", "neg_weight")
 """Names of the entries of ``BridgeSums.maxima``."""
 
 

@@ -10,9 +10,10 @@ import dataclasses
 import difflib
 import math
 from dataclasses import dataclass
+from typing import Any, get_args
 
 from ..errors import ConfigError
-from .correction import Correction
+from .correction import Correction, Level
 from .rules import RejectRule
 
 
@@ -34,19 +35,22 @@ class Preset:
     """Where rlq differs on purpose, and why."""
 
 
-def _tis(level: str, upper: float, **fields) -> Correction:
+def _tis(level: Level, upper: float, **fields: Any) -> Correction:
     return Correction(level=level, mode="truncate", upper=upper, veto=None, **fields)
 
 
-def _none(**fields) -> Correction:
+def _is(level: Level = "token", **fields: Any) -> Correction:
+    return _tis(level, math.inf, **fields)
+
+
+def _none(**fields: Any) -> Correction:
     return Correction(mode="none", veto=None, **fields)
 
 
-def _mask(level: str, lower: float | None, upper: float, **fields) -> Correction:
+def _mask(level: Level, lower: float | None, upper: float, **fields: Any) -> Correction:
     return Correction(level=level, mode="mask", lower=lower, upper=upper, veto=None, **fields)
 
 
-_IS = {"level": "token", "mode": "truncate", "upper": math.inf, "veto": None}
 _GEO = (RejectRule("k1", "mean", 0.999, 1.001),)
 _K3 = (RejectRule("k3", "mean", upper=0.01),)
 _KEPT = "kept"
@@ -111,14 +115,12 @@ _TRL = {
 }
 
 _NEMO = {
-    "importance_sampling": Preset(Correction(**_IS), "use_importance_sampling_correction"),
-    "sequence_importance_sampling": Preset(
-        Correction(**(_IS | {"level": "sequence"})), "with sequence_level_importance_ratios"
-    ),
+    "importance_sampling": Preset(_is(), "use_importance_sampling_correction"),
+    "sequence_importance_sampling": Preset(_is("sequence"), "with sequence_level_importance_ratios"),
     "tis": Preset(_tis("token", 5.0), "truncated_importance_sampling_type=tis, ratio 5"),
     "icepop": Preset(_mask("token", 0.5, 5.0), "truncated_importance_sampling_type=icepop, 0.5 to 5"),
     "seq_mask_tis": Preset(
-        Correction(**_IS, reject=(RejectRule("ratio", "mean", 0.999, 1.002),)),
+        _is(reject=(RejectRule("ratio", "mean", 0.999, 1.002),)),
         "truncated_importance_sampling_type=seq-mask-tis, 0.999 to 1.002",
         note="kept sequences carry the raw token ratio, as the code has it",
     ),
@@ -161,11 +163,11 @@ _AREAL = {
     "sequence_clamp": Preset(_tis("geometric", 5.0), "level=sequence, action=clamp, metric=ratio, agg=mean, upper 5"),
     "sequence_mask": Preset(_mask("geometric", None, 5.0), "level=sequence, action=mask, metric=ratio, agg=mean"),
     "sequence_mask_sum": Preset(
-        Correction(level="geometric", upper=math.inf, veto=None, reject=(RejectRule("ratio", "sum", upper=5.0),)),
+        _is("geometric", reject=(RejectRule("ratio", "sum", upper=5.0),)),
         "level=sequence, action=mask, metric=ratio, agg=sum: filter by the product, weight by the geometric mean",
     ),
     "sequence_mask_max": Preset(
-        Correction(level="geometric", upper=math.inf, veto=None, reject=(RejectRule("ratio", "max", upper=5.0),)),
+        _is("geometric", reject=(RejectRule("ratio", "max", upper=5.0),)),
         "level=sequence, action=mask, metric=ratio, agg=max",
     ),
 }
@@ -177,21 +179,16 @@ _DPPO = (
 )
 _PRIME = {
     "dppo": Preset(
-        Correction(**_IS, reject=_DPPO),
+        _is(reject=_DPPO),
         "dppo_mask_high=0.2, dppo_mask_low=0.2",
         bypass=True,
         note="the weight and mask of the policy term; the penalty kl_tau * ell^2 belongs to the loss",
     ),
-    "ipo": Preset(
-        Correction(**_IS, reject=(RejectRule("prob_diff", "token", -0.1, 0.1),)), "ipo_threshold=0.1", bypass=True
-    ),
+    "ipo": Preset(_is(reject=(RejectRule("prob_diff", "token", -0.1, 0.1),)), "ipo_threshold=0.1", bypass=True),
 }
 
 _ROLL = {
-    **{
-        level: Preset(_tis(level, 1.2), f"is_weight.weight_type={level}, upper_bound 1.2")
-        for level in ("token", "segment", "geometric", "sequence")
-    },
+    **{level: Preset(_tis(level, 1.2), f"is_weight.weight_type={level}, upper_bound 1.2") for level in get_args(Level)},
     "token_filter": Preset(
         _none(reject=(RejectRule("ratio", "token", 0.8, 1.2),), denominator=_KEPT), "filters: token ratio 0.8 to 1.2"
     ),
@@ -218,7 +215,7 @@ _MS_SWIFT = {
     "token_mask": Preset(_mask("token", None, 2.0), "rollout_importance_sampling_mode=token_mask"),
     "sequence_truncate": Preset(_tis("geometric", 2.0), "rollout_importance_sampling_mode=sequence_truncate"),
     "sequence_mask": Preset(
-        Correction(**_IS, reject=(RejectRule("ratio", "mean", upper=2.0),)),
+        _is(reject=(RejectRule("ratio", "mean", upper=2.0),)),
         "rollout_importance_sampling_mode=sequence_mask: filter by the geometric mean, raw token weights",
     ),
 }
@@ -241,8 +238,8 @@ PRESETS: dict[str, Preset] = {
     **{f"ms-swift/{name}": p for name, p in _MS_SWIFT.items()},
     "flashrl/tis": Preset(_tis("token", 2.0), "verl token TIS, C=2"),
     "rlq/default": Preset(Correction(), "token truncation at 2.0 and a veto at 1e-4"),
-    "rlq/is": Preset(Correction(**_IS), "plain token importance weights"),
-    "rlq/sequence_is": Preset(Correction(**(_IS | {"level": "sequence"})), "plain sequence importance weights"),
+    "rlq/is": Preset(_is(), "plain token importance weights"),
+    "rlq/sequence_is": Preset(_is("sequence"), "plain sequence importance weights"),
     "rlq/none": Preset(_none(), "measure only"),
     "deepseek/off_policy_sequence_mask": Preset(
         _none(reject=(RejectRule("ratio", "mean", lower=math.exp(-0.5), advantage="nonpositive"),)),
@@ -253,7 +250,7 @@ PRESETS: dict[str, Preset] = {
 """Name to preset."""
 
 
-def preset(name: str, **changes: object) -> Correction:
+def preset(name: str, **changes: Any) -> Correction:
     """The correction of a preset, with fields changed on the way.
 
     Raises:

@@ -150,3 +150,14 @@ def test_inputs_that_cannot_form_a_ratio_are_refused(change, message):
 def test_contradictory_settings_are_refused(fields):
     with pytest.raises(ConfigError):
         Correction(**fields)
+
+
+def test_memory_layout_and_device_views_do_not_matter():
+    learner, sampler, mask = ragged()
+    clean = correct(learner, sampler, mask, Correction())
+    wide = [torch.stack([x, x], dim=-1) for x in (learner, sampler, mask)]
+    strided = correct(wide[0][..., 0], wide[1][..., 1], wide[2][..., 0], Correction())
+    transposed = correct(learner.T.contiguous().T, sampler.T.contiguous().T, mask.T.contiguous().T, Correction())
+    for out in (strided, transposed):
+        assert torch.equal(out.weights, clean.weights)
+        assert out.metrics == pytest.approx(clean.metrics, rel=1e-6)

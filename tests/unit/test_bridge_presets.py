@@ -253,7 +253,7 @@ def test_batch_normalised_preset_equals_its_peers_formula(batches):
     correction = Correction.preset("slime/mis")
     assert Correction.preset("miles/mis") == correction
     for learner, sampler, mask, _ in batches:
-        out = correct(*(torch.from_numpy(x) for x in (learner, sampler, mask)), correction)
+        out = correct(torch.from_numpy(learner), torch.from_numpy(sampler), torch.from_numpy(mask), correction)
         ell = np.where(mask, np.where(mask, learner, 0) - np.where(mask, sampler, 0), 0.0)
         w = np.minimum(token(ell, mask), 2.0)
         mean = w[mask].mean() if mask.any() else 1.0
