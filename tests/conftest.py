@@ -33,6 +33,7 @@ def ray_session() -> Iterator[None]:
     import ray
 
     ray.init(
+        address="local",  # never a cluster that happens to run here
         num_cpus=4,
         num_gpus=0,
         include_dashboard=False,
