@@ -32,7 +32,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def report(name: str, rows: list[dict[str, Any]]) -> None:
-    """Print rows (`what`, `value`, `goal`, `ok`) and keep them in benchmarks/results/<name>.json with the machine's load."""
+    """Print rows (`what`, `value`, `goal`, `ok`); keep them and the load in benchmarks/results/<name>.json."""
     load = os.getloadavg()[0]
     for row in rows:
         mark = "" if row.get("ok") is None else ("ok  " if row["ok"] else "MISS")

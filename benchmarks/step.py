@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 os.environ.update(RAY_worker_niceness="0", HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,7 +27,7 @@ def make_model(directory: Path, kind: str) -> None:
 
     from trainers.tasks import char_tokenizer
 
-    tokenizer = char_tokenizer()
+    tokenizer: Any = char_tokenizer()
     if kind == "fixed":  # an end token that the model has no row for
         tokenizer.add_special_tokens({"eos_token": "<never>"})
     config = LlamaConfig(
@@ -67,12 +68,12 @@ def child(side: str, kind: str, directory: str) -> None:
                 length = logs["completions/mean_length"]
                 print(f"step {time.perf_counter() - self.start} {length}", flush=True)
 
-    common = dict(
+    common: dict[str, Any] = dict(
         output_dir=directory, use_cpu=True, bf16=False, gradient_checkpointing=False, learning_rate=1e-9,
         per_device_train_batch_size=256, num_generations=8, max_completion_length=LENGTHS[kind], logging_steps=1,
         max_steps=ROUNDS + WARMUP, save_strategy="no", report_to="none", disable_tqdm=True, seed=0,
     )  # fmt: skip
-    rest = dict(
+    rest: dict[str, Any] = dict(
         model=AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32),
         reward_funcs=distinct_tokens,
         train_dataset=sort_digits_dataset(1024, seed=0),
@@ -99,7 +100,7 @@ def measure(kind: str) -> dict[str, float]:
     """Median seconds per step and mean completion length of both sides."""
     with tempfile.TemporaryDirectory() as directory:
         make_model(Path(directory), kind)
-        children = {
+        children: dict[str, Any] = {
             side: subprocess.Popen(
                 [sys.executable, __file__, "--child", side, kind, directory],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
 from rlq.errors import ConfigError, SnapshotError
 from rlq.publish import snapshot
@@ -27,7 +27,7 @@ def requests(count: int = 16, samples: int = 8) -> list[Request]:
     return [Request((*row, EQUALS), samples, 1000 * i) for i, row in enumerate(digits)]
 
 
-def learner(shift: float = 0.0) -> torch.nn.Module:
+def learner(shift: float = 0.0) -> PreTrainedModel:
     """The shipped policy in fp32; a shift moves every weight off the bf16 grid, as training does."""
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     with torch.no_grad():
@@ -55,7 +55,7 @@ def largest_gap(rollouts: list[Rollout], reference: TransformersSampler) -> tupl
     return float(gaps.mean()), float(gaps.max())
 
 
-def reference_for(model: torch.nn.Module, scheme: str, version: int = 0) -> TransformersSampler:
+def reference_for(model: PreTrainedModel, scheme: str, version: int = 0) -> TransformersSampler:
     reference = TransformersSampler(model.config.to_dict(), Scheme.preset(scheme))
     reference.install(snapshot(model.named_parameters(), reference.scheme, version))
     return reference

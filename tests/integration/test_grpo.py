@@ -157,9 +157,9 @@ def test_two_learner_ranks_train_like_one(finished, tmp_path):
     [
         (("--sampler_scheme", "pf8"), "unknown scheme 'pf8'; did you mean fp8"),
         (("--num_samplers", "99"), "99 samplers need 99 CPU, the cluster has"),
-        (("--sampler_max_model_len", "7"), "a prompt of 7 tokens leaves no room in a context of 7; raise sampler_max_model_len"),
+        (("--sampler_max_model_len", "7"), "a prompt of 7 tokens leaves no room in a context of 7; raise sampler_max"),
     ],
-)  # fmt: skip
+)
 def test_faults_stop_at_once_with_one_line(tmp_path, flags, message):
     output = finish(launch(tmp_path / "run", "--max_steps", "2", *flags), code=1)
     errors = [line for line in output.splitlines() if line.startswith("rlq: error: ")]

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import ray
@@ -140,7 +141,8 @@ def test_capacity_counts_every_resource():
 
 
 def test_an_actor_that_cannot_start_names_its_own_error():
-    pool = SamplerPool(int, ("not a number",), FP8, PoolOptions(num_samplers=1))
+    factory: Any = int
+    pool = SamplerPool(factory, ("not a number",), FP8, PoolOptions(num_samplers=1))
     with pytest.raises(SamplerError, match=r"could not start: .*invalid literal for int"):
         pool.install(snap(0))
 

@@ -1,0 +1,106 @@
+"""Whole runs: FP8 against the bf16 control over seeds, the same seed twice, and where a step's time goes.
+
+Each run is `launch/grpo_*.py` in a fresh process, one after the other. Draws docs/curves.png.
+"""
+
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, report, row
+
+from trainers.tracking.curves import plot_curves
+
+SEEDS = (0, 1, 2)
+WINDOW = 5  # steps averaged at either end
+OVERHEAD = ("sync/quantize_s", "sync/ship_s", "sync/install_s", "time/bridge_s", "time/track_s")
+CLOCKS = ("time", "step_time", "_s", "tokens_per_s")
+
+
+def run(scheme: str, seed: int, directory: Path) -> tuple[list[dict[str, Any]], float]:
+    """Records and wall seconds of one run."""
+    start = time.perf_counter()
+    command = [sys.executable, ROOT / f"launch/grpo_{scheme}.py", "--seed", str(seed), "--output_dir", directory]
+    subprocess.run(
+        command,
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    seconds = time.perf_counter() - start
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()], seconds
+
+
+def accuracy(records: list[dict[str, Any]]) -> float:
+    return statistics.mean(r["rlq/rollout/accuracy"] for r in records)
+
+
+def standard_error(values: list[float]) -> float:
+    return statistics.stdev(values) / len(values) ** 0.5
+
+
+def overhead(records: list[dict[str, Any]]) -> float:
+    """Median share of a step's wall time that is neither generation nor learner compute."""
+    shares = []
+    for before, after in itertools.pairwise(records):
+        spent = sum(after[f"rlq/{name}"] for name in OVERHEAD)
+        shares.append(spent / (after["time"] - before["time"]))
+    return statistics.median(shares)
+
+
+def main() -> None:
+    arms: dict[str, list[list[dict[str, Any]]]] = {"fp8": [], "bf16": []}
+    walls = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for seed in SEEDS:
+            for scheme in arms:  # the arms take turns
+                records, wall = run(scheme, seed, Path(scratch) / f"{scheme}-{seed}")
+                arms[scheme].append(records)
+                walls.append(wall)
+                print(f"     {scheme} seed {seed}: {accuracy(records[-WINDOW:]):.3f} in {wall:.0f} s", flush=True)
+        twin, _ = run("fp8", SEEDS[0], Path(scratch) / "twin")
+    plot_curves(
+        {
+            f"{scheme} {seed}": records
+            for scheme, runs in arms.items()
+            for seed, records in zip(SEEDS, runs, strict=True)
+        },
+        ROOT / "docs/curves.png",
+    )
+    first = statistics.mean(accuracy(r[:WINDOW]) for r in arms["fp8"])
+    final = {scheme: [accuracy(r[-WINDOW:]) for r in runs] for scheme, runs in arms.items()}
+    means = {scheme: statistics.mean(values) for scheme, values in final.items()}
+    bound = 2 * (standard_error(final["fp8"]) ** 2 + standard_error(final["bf16"]) ** 2) ** 0.5
+    same = all(
+        {k: v for k, v in a.items() if not k.endswith(CLOCKS)} == {k: v for k, v in b.items() if not k.endswith(CLOCKS)}
+        for a, b in zip(arms["fp8"][0], twin, strict=True)
+    )
+    share = statistics.median(overhead(records) for records in arms["fp8"])
+    k3 = {s: statistics.mean(r["rlq/sampler_kl_k3"] for rs in runs for r in rs) for s, runs in arms.items()}
+    gap = abs(means["fp8"] - means["bf16"])
+    report(
+        "runs",
+        [
+            row("one run from start to summary, without `make run`'s Ray head, s", statistics.median(walls)),
+            row(f"fp8 sampling accuracy, first {WINDOW} steps", first, "<= 0.45", first <= 0.45),
+            row(f"fp8 sampling accuracy, last {WINDOW} steps", means["fp8"], ">= 0.90", means["fp8"] >= 0.90),
+            row(f"bf16 sampling accuracy, last {WINDOW} steps", means["bf16"]),
+            row("|fp8 - bf16| final accuracy, 3 seeds", gap, f"<= 2 SE = {bound:.3f}", gap <= bound),
+            row("same seed in fresh processes: records identical (1 = yes)", same, "1", same),
+            row("share of a step outside generation and learner compute", share, "<= 0.08", share <= 0.08),
+            row("fp8 sampler KL k3, mean over the runs", k3["fp8"]),
+            row("bf16 sampler KL k3, mean over the runs (against fp32 masters)", k3["bf16"]),
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
