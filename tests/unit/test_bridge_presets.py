@@ -4,6 +4,9 @@ The references share no code with rlq.bridge. Inputs: 1,000 random ragged batche
 of rows (no preset but the batch-normalised one looks across rows; that one is run batch by batch).
 """
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -268,3 +271,12 @@ def test_unknown_preset_lists_close_names():
     with pytest.raises(ConfigError, match="cap"):
         Correction.preset("verl/decoupled_token_is", cap=3.0)
     assert Correction.preset("trl/token_truncate", upper=8.0).upper == 8.0
+
+
+def test_documentation_has_every_preset_and_every_picture():
+    root = Path(__file__).resolve().parents[2] / "docs"
+    page = (root / "corrections.md").read_text()
+    missing = [name for name in PRESETS if not name.startswith("miles/") and f"`{name}`" not in page]
+    assert missing == []
+    pictures = set(re.findall(r"\(corrections/(\w+)\.png\)", page))
+    assert pictures == {path.stem for path in (root / "corrections").glob("*.png")}

@@ -8,7 +8,7 @@ from rlq.errors import ConfigError
 
 
 def test_top_p_makes_the_mean_ratio_the_kept_mass():
-    # p = [.5, .3, .15, .05] at top_p = 0.8 keeps two tokens, renormalised to .625 and .375; the learner is the same model.
+    # p = [.5, .3, .15, .05] at top_p = 0.8 keeps two tokens, at .625 and .375; the learner is the same model.
     learner = torch.tensor([[0.5, 0.3]]).log()
     sampler = torch.tensor([[0.625, 0.375]]).log()
     metrics = correct(learner, sampler, torch.ones(1, 2, dtype=torch.bool), Correction()).metrics
