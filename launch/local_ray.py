@@ -13,15 +13,16 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+TOKEN, TOKEN_PATH = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 START_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 15
 GIB = 2**30
@@ -51,9 +52,13 @@ def local_or_running_ray() -> Iterator[Ray]:
         local = any(word in named for word in ("127.0.0.1", "localhost", "auto"))
         yield Ray({"RAY_ADDRESS": named}, local=local, ours=False)
         return
-    guard = _guard(DEFAULT_ADDRESS)
-    if guard is not None:
-        yield Ray({"RAY_ADDRESS": DEFAULT_ADDRESS, **guard}, local=True, ours=False)
+    if _lets_in(DEFAULT_ADDRESS, token=None):
+        yield Ray({"RAY_ADDRESS": DEFAULT_ADDRESS}, local=True, ours=False)
+        return
+    token = _user_token()
+    if token is not None and _lets_in(DEFAULT_ADDRESS, token=token):
+        # Ray's commands send the user's token to a given address only when they are told to.
+        yield Ray({"RAY_ADDRESS": DEFAULT_ADDRESS, "RAY_AUTH_MODE": "token"}, local=True, ours=False)
         return
     with _head() as variables:
         yield Ray(variables, local=True, ours=True)
@@ -61,7 +66,10 @@ def local_or_running_ray() -> Iterator[Ray]:
 
 def environment(**extra: str) -> dict[str, str]:
     """The environment of Ray's commands: this interpreter's folder first, unbuffered, and no inherited surprises."""
-    env = {name: value for name, value in os.environ.items() if name not in {"OMP_NUM_THREADS", *ADDRESS_VARIABLES}}
+    dropped = {"OMP_NUM_THREADS", *ADDRESS_VARIABLES}
+    if TOKEN_PATH in extra:
+        dropped.add(TOKEN)  # would win over the file
+    env = {name: value for name, value in os.environ.items() if name not in dropped}
     env.update(
         PATH=f"{interpreter_folder()}{os.pathsep}{env['PATH']}",
         PYTHONUNBUFFERED="1",
@@ -86,10 +94,11 @@ def _head() -> Iterator[dict[str, str]]:
     temp_dir = Path(tempfile.mkdtemp(prefix="rlq-", dir="/tmp"))
     log_path, token_path = temp_dir / "head.log", temp_dir / "auth_token"
     # Ray listens on every interface; with a token of its own nobody else can run code through it.
-    token_path.write_text(secrets.token_hex(32))
+    token = secrets.token_hex(32)
+    token_path.write_text(token)
     port = _free_port(8265)
     address = f"http://127.0.0.1:{port}"
-    auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_path)}
+    auth = {"RAY_AUTH_MODE": "token", TOKEN_PATH: str(token_path)}
     with log_path.open("w") as log:
         process = subprocess.Popen(
             _head_command(temp_dir, port),
@@ -100,7 +109,7 @@ def _head() -> Iterator[dict[str, str]]:
             start_new_session=True,
         )
     try:
-        _wait_until_ready(address, process, log_path)
+        _wait_until_ready(address, token, process, log_path)
         yield {"RAY_ADDRESS": address, **auth}
     finally:
         _stop(process)
@@ -132,9 +141,9 @@ def _object_store_bytes() -> int:
     return max(100_000_000, min(8 * GIB, int(0.8 * shared), int(0.3 * memory)))
 
 
-def _wait_until_ready(address: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
+def _wait_until_ready(address: str, token: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
-    while _guard(address) is None:
+    while not _lets_in(address, token=token):
         if process.poll() is not None or time.monotonic() > deadline:
             sys.stderr.write("".join(log_path.read_text().splitlines(keepends=True)[-20:]))
             raise RayUnavailable("the local Ray head did not start; the end of its log is above")
@@ -151,17 +160,25 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _guard(address: str) -> dict[str, str] | None:
-    """What it takes to be let in by the Ray whose job server answers there; None when none answers."""
+def _lets_in(address: str, *, token: str | None) -> bool:
+    """True when a Ray job server answers there and accepts the token (or asks for none)."""
+    request = urllib.request.Request(f"{address}/api/version")
+    if token is not None:
+        request.add_header("Authorization", f"Bearer {token}")
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(f"{address}/api/version", timeout=2) as response:
-            return {} if b"ray_version" in response.read() else None
-    except urllib.error.HTTPError as error:
-        # A token is asked for: Ray's commands send the user's one only when they are told to.
-        return {"RAY_AUTH_MODE": "token"} if b"authentication token" in error.read() else None
-    except OSError:
-        return None
+        with opener.open(request, timeout=2) as response:
+            return b"ray_version" in response.read()
+    except (OSError, HTTPException):  # nothing listens, it refuses us (urllib's errors are OSErrors), or it is not HTTP
+        return False
+
+
+def _user_token() -> str | None:
+    """The token that Ray's own commands would send, found where they look for it."""
+    if os.environ.get(TOKEN):
+        return os.environ[TOKEN]
+    path = Path(os.environ.get(TOKEN_PATH) or Path.home() / ".ray" / "auth_token")
+    return path.read_text().strip() if path.is_file() else None
 
 
 def _free_port(preferred: int) -> int:

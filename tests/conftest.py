@@ -6,9 +6,15 @@ processes that tests start inherit them.
 
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+_TOKEN_FOLDER = tempfile.TemporaryDirectory(prefix="rlq-test-")
+_TOKEN = Path(_TOKEN_FOLDER.name, "auth_token")
+_TOKEN.write_text(secrets.token_hex(32))
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -18,10 +24,10 @@ os.environ.update(
     # Ray runs workers at nice 15 by default, which triples their import time on a busy machine.
     RAY_worker_niceness="0",
     TOKENIZERS_PARALLELISM="false",
-    # Ray listens on every interface; with a token nobody else can run code through it, and one in the environment keeps
-    # it from writing ~/.ray/auth_token.
+    # Ray listens on every interface; with a token nobody else can run code through it, and naming one keeps Ray from
+    # writing ~/.ray/auth_token.
     RAY_AUTH_MODE="token",
-    RAY_AUTH_TOKEN=secrets.token_hex(32),
+    RAY_AUTH_TOKEN_PATH=str(_TOKEN),
 )
 # Tests that talk to a cluster start their own.
 os.environ.pop("RAY_ADDRESS", None)

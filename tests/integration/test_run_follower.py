@@ -1,5 +1,6 @@
 """`launch/run.py`: what it shows of a job, what it returns, and that it stops exactly what it started."""
 
+import http.server
 import io
 import os
 import re
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import psutil
 import pytest
 from rich.console import Console
 
+from launch import local_ray
 from launch.follow import Followed, follow
 from launch.local_ray import Ray, local_or_running_ray
 from launch.run import ROOT, package_problem
@@ -89,6 +92,29 @@ def test_the_checkout_is_small_enough_to_travel_and_a_large_file_is_named(tmp_pa
     assert problem is not None
     assert "large.bin 201 MB" in problem
     assert "ignored" not in problem.split(": ")[1]
+
+
+class _JobServer(http.server.BaseHTTPRequestHandler):
+    """Answers as Ray's job server does when it asks for the token `secret`."""
+
+    def do_GET(self):
+        known = self.headers.get("Authorization") == "Bearer secret"
+        self.send_response(200 if known else 401)
+        self.end_headers()
+        self.wfile.write(b'{"ray_version": "2.60.0"}' if known else b"Unauthorized: Missing authentication token")
+
+    def log_message(self, *args):
+        """Silent."""
+
+
+def test_a_ray_that_refuses_our_token_is_not_one_to_use():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _JobServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        answers = [local_ray._lets_in(address, token=token) for token in (None, "wrong", "secret")]
+        server.shutdown()
+    assert answers == [False, False, True]
+    assert not local_ray._lets_in(address, token="secret")
 
 
 JOB = """
