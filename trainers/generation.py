@@ -5,6 +5,7 @@ Axes: B completions on this rank, T completion tokens, R completions on all rank
 
 import hashlib
 import time
+from collections import Counter
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,9 @@ class SamplerGeneration:
         self.trainer = trainer
         self.samplers = samplers
         self.version: int | None = None
-        self.calls = 0  # generate calls at this version; part of the seeds
+        # Generate calls at this version, training and evaluation apart; part of the seeds. Apart, because an evaluation
+        # between two steps is not repeated when a run resumes there.
+        self.calls: Counter[bool] = Counter()
 
     @property
     def _is_main(self) -> bool:
@@ -43,7 +46,7 @@ class SamplerGeneration:
         version = self.trainer.state.global_step
         named = self._named_tensors()
         self._on_main(lambda: self._publish(named, version))
-        self.version, self.calls = version, 0
+        self.version, self.calls = version, Counter()
 
     def _named_tensors(self):
         accelerator = self.trainer.accelerator
@@ -87,7 +90,7 @@ class SamplerGeneration:
         rank, size = self.trainer.accelerator.process_index, len(prompts)
         everyone = gather_object(prompts)  # [R] prompts in rank order
         rollouts = self._on_main(lambda: self._sample(everyone))[rank * size : (rank + 1) * size]
-        self.calls += 1
+        self.calls[self.trainer.in_training] += 1
         return (
             [list(r.prompt_ids) for r in rollouts],
             [list(r.token_ids) for r in rollouts],
@@ -99,7 +102,8 @@ class SamplerGeneration:
         trainer, version = self.trainer, self.version
         assert self.samplers is not None
         assert version is not None
-        base = request_seed(trainer.args.seed, version, self.calls, training=trainer.in_training)
+        training = trainer.in_training
+        base = request_seed(trainer.args.seed, version, self.calls[training], training=training)
         requests = group_requests(prompts, base)
         sampling = Sampling(trainer.args.temperature, trainer.completion_limit, trainer.stop_token_ids)
         start = time.perf_counter()
