@@ -71,7 +71,8 @@ class QuantGRPOTrainer(GRPOTrainer):
         bridge = correct(learner, sampler, mask, self.correction, reduce=self._reducer)
         self._refuse_nonfinite(bridge.metrics)
         stay = bridge.finite if self.correction.denominator == "fixed" else bridge.keep
-        out["importance_sampling_ratio"] = bridge.weights
+        # A factor of 1 where there is no token: the vespo loss sums the logarithm of the ratio over the padding too.
+        out["importance_sampling_ratio"] = torch.where(bridge.finite, bridge.weights, 1.0)
         # TRL multiplies the loss by this mask and attends with completion_mask, so that a token can leave the loss
         # without leaving the context.
         out["tool_mask"] = stay.to(out["completion_mask"].dtype)
