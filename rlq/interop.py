@@ -4,26 +4,19 @@ from collections.abc import Iterable
 
 import torch
 
-from .schemes import EMBEDDINGS, Scheme, TensorScheme
+from .errors import ConfigError
+from .quantize.model import linear_modules
+from .schemes import LayerScheme, Scheme, TensorScheme
 
-STRATEGIES = {"channel": "channel", "token": "token"}
-
-
-def _quantization_args(scheme: TensorScheme, *, dynamic: bool) -> dict:
-    element = scheme.element
-    return {
-        "num_bits": element.bits,
-        "type": element.kind,
-        "symmetric": True,
-        "strategy": STRATEGIES[scheme.granularity],
-        "dynamic": dynamic,
-    }
+# compressed-tensors' names of how a layer's tensors are laid out, by tensor scheme of the weight.
+BLOCK_LAYOUTS = {"nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized", "mxfp8": "mxfp8-quantized"}
+SCALE_DTYPES = {"fp8": "torch.float8_e4m3fn", "e8m0": "torch.uint8"}
 
 
 def unquantized_linears(scheme: Scheme, tensors: dict[str, torch.Tensor]) -> list[str]:
     """Modules among a snapshot's 2-D weights that stayed in bf16, embeddings aside: the `ignore` of a checkpoint."""
-    modules = [name.removesuffix(".weight") for name, t in tensors.items() if name.endswith(".weight") and t.ndim == 2]
-    kept = [m for m in modules if not EMBEDDINGS.search(m) and scheme.for_module(m, 2) is None]
+    modules = linear_modules({name: tensor.shape for name, tensor in tensors.items()})
+    kept = [module for module in modules if scheme.for_module(module) is None]
     # A tied head has no tensor of its own, and a loader would still take its module for a quantized linear.
     return kept if "lm_head" in modules else [*kept, "lm_head"]
 
@@ -31,18 +24,71 @@ def unquantized_linears(scheme: Scheme, tensors: dict[str, torch.Tensor]) -> lis
 def quantization_config(scheme: Scheme, ignore: Iterable[str]) -> dict:
     """Describe a scheme to compressed-tensors.
 
+    NVFP4 activations without a calibrated global scale (`Scheme.static`) cannot be described: engines would read a
+    scale that is not there. Such a checkpoint is declared as NVFP4A16, whose weights are the same bytes.
+
     Args:
         scheme: a scheme that quantizes weights.
         ignore: modules left alone, exact names or `re:` patterns.
+
+    Raises:
+        ConfigError: compressed-tensors has no such format.
     """
-    assert scheme.weights is not None
-    group: dict = {"targets": ["Linear"], "weights": _quantization_args(scheme.weights, dynamic=False)}
-    if scheme.activations is not None:
-        group["input_activations"] = _quantization_args(scheme.activations, dynamic=True)
+    kept = list(ignore)
+    layers = [(["Linear"], LayerScheme(scheme.weights, scheme.activations, scheme.static))]
+    for pattern, name in scheme.per_layer:
+        other = Scheme.preset(name)
+        if other.weights is None:
+            kept.append(pattern)
+        else:
+            # More specific targets win over the class name.
+            layers.append(([pattern], LayerScheme(other.weights, other.activations, other.static)))
+    groups = [_group(targets, layer) for targets, layer in layers if layer.weights is not None]
+    formats = {group["format"] for group in groups}
     return {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": list(ignore),
+        "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
+        "ignore": kept,
     }
+
+
+def _group(targets: list[str], layer: LayerScheme) -> dict:
+    weights, activations = layer.weights, layer.activations
+    assert weights is not None
+    group: dict = {
+        "targets": targets,
+        "weights": _quantization_args(weights, dynamic=False),
+        "format": _layout(weights, activations),
+    }
+    if activations is not None:
+        two_scales = activations.block_format is not None and activations.block_format.tensor_scale
+        if layer.static or not two_scales:
+            dynamic = ("local" if two_scales else False) if layer.static else True
+            group["input_activations"] = _quantization_args(activations, dynamic=dynamic)
+    return group
+
+
+def _layout(weights: TensorScheme, activations: TensorScheme | None) -> str:
+    if weights.format in BLOCK_LAYOUTS:
+        return BLOCK_LAYOUTS[weights.format]
+    if weights.element.pack > 1:
+        return "pack-quantized"
+    return "naive-quantized" if activations is None else f"{weights.element.kind}-quantized"
+
+
+def _quantization_args(scheme: TensorScheme, *, dynamic: bool | str) -> dict:
+    element, block = scheme.element, scheme.block_format
+    if element.name == "fp8_e5m2":
+        raise ConfigError("compressed-tensors has no E5M2; such a checkpoint could not be read, use fp8")
+    args: dict = {"num_bits": element.bits, "type": element.kind, "symmetric": True, "dynamic": dynamic}
+    if block is not None:
+        strategy = "tensor_group" if block.tensor_scale else "group"
+        return {**args, "strategy": strategy, "group_size": block.block, "scale_dtype": SCALE_DTYPES[block.scale]}
+    rows, columns = scheme.tile(0, 0)
+    if scheme.granularity.startswith("group"):
+        return {**args, "strategy": "group", "group_size": columns}
+    if scheme.granularity.startswith("block"):
+        return {**args, "strategy": "block", "block_structure": [rows, columns]}
+    return {**args, "strategy": scheme.granularity}

@@ -11,6 +11,7 @@ def emulated_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     activations: TensorScheme | None,
+    input_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute y = Q(x) W^T + b with the values that a low-precision kernel multiplies, accumulated in `x.dtype`.
 
@@ -18,8 +19,23 @@ def emulated_linear(
         x: (..., in) activations.
         weight: (out, in) dequantized weight in `x.dtype`.
         bias: (out,) or None.
-        activations: scheme of Q, computed dynamically; None leaves `x` alone. NaN and infinity come out as NaN.
+        activations: scheme of Q; None leaves `x` alone. NaN and infinity come out as NaN.
+        input_scale: calibrated scale of the whole input, fp32 (1,); None computes scales from `x`.
     """
     if activations is not None:
-        x = quantize_activations(x, activations)
+        x = quantize_activations(x, activations, input_scale)
     return torch.nn.functional.linear(x, weight, bias)
+
+
+def quantize_heads(x: torch.Tensor, kv_cache: str, head_size: int) -> torch.Tensor:
+    """Round cached keys or values, with one scale per token and head, computed as they enter the cache.
+
+    Nothing is calibrated, so nothing goes stale when new weights are published.
+
+    Args:
+        x: (..., heads * head_size) or (..., heads, head_size).
+        kv_cache: one of `rlq.schemes.KV_CACHES`.
+        head_size: elements that share a scale.
+    """
+    heads = x.reshape(-1, head_size)
+    return quantize_activations(heads, TensorScheme(kv_cache, "token")).view(x.shape)

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import torch
 
 from .checkpoint import bf16_checkpoint
 from .errors import SnapshotError
-from .quantize import quantize
+from .quantize.model import check_scheme, quantize_weights
 from .schemes import Scheme
 
 ALIGN = 64  # bytes; keeps every tensor of a packed buffer aligned for vector loads
@@ -69,34 +69,29 @@ class PackedSnapshot:
     """uint8; read-only on the receiving side."""
 
 
-def snapshot(named_tensors: Iterable[tuple[str, torch.Tensor]], scheme: Scheme, version: int) -> Snapshot:
+def snapshot(
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    scheme: Scheme,
+    version: int,
+    input_amax: Mapping[str, float] | None = None,
+) -> Snapshot:
     """Quantize a learner's parameters into the snapshot that samplers install.
 
     Args:
         named_tensors: `model.named_parameters()` or the items of a state dict.
         scheme: model scheme.
         version: learner step, at least 0.
+        input_amax: calibrated magnitudes of the linears' inputs, for schemes with static activations.
 
     Raises:
-        SnapshotError: see `rlq.checkpoint.bf16_checkpoint`.
-        ConfigError: an ignore pattern that matches nothing.
+        SnapshotError: see `rlq.checkpoint.bf16_checkpoint`; or the scheme quantizes nothing.
+        ConfigError: see `rlq.quantize.model.check_scheme`; or static activations without their magnitudes.
     """
     weights = bf16_checkpoint(named_tensors)
-    modules = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
-    scheme.check_ignore(modules)
+    check_scheme(scheme, {name: weight.shape for name, weight in weights.items()})
     tensors: dict[str, torch.Tensor] = {}
-    for name, weight in weights.items():
-        module = name.removesuffix(".weight")
-        tensor_scheme = scheme.for_module(module, weight.ndim) if module != name else None
-        if tensor_scheme is None:
-            tensors[name] = weight
-            continue
-        for suffix, tensor in quantize(weight, tensor_scheme).to_wire().items():
-            tensors[f"{module}.{suffix}"] = tensor
-    if scheme.weights is not None and len(tensors) == len(weights):
-        raise SnapshotError(
-            f"scheme {scheme.name!r} quantizes none of {len(weights)} tensors; check `ignore` and the model"
-        )
+    for _, wire in quantize_weights(weights, scheme, input_amax):
+        tensors |= wire
     return Snapshot(tensors, version, scheme, tensor_digest(tensors))
 
 

@@ -1,76 +1,17 @@
-"""vLLM plugin: the quantization method `rlq`, which serves published codes and scales and emulates their arithmetic.
-
-The layer holds the wire tensors as they were published, and next to them the dequantized weight in the engine's
-compute dtype. `apply` multiplies exactly the values that a low-precision kernel would multiply. Everything that
-`apply` reads is a registered parameter, so vLLM's layer-wise reload replaces it in place.
-"""
+"""vLLM plugin: the quantization method `rlq`, which serves published codes and scales and emulates their arithmetic."""
 
 import torch
-from vllm.model_executor.layers.linear import (
-    LinearBase,
-    LinearMethodBase,
-    register_weight_loader_v2_supported_method,
-)
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
-from vllm.model_executor.utils import replace_parameter
 
-from rlq.linear import emulated_linear
-from rlq.quantize import QuantizedTensor
-from rlq.schemes import Scheme, TensorScheme
+from rlq.linear import quantize_heads
+from rlq.schemes import Scheme
+
+from .emulated import EmulatedLinearMethod
 
 METHOD = "rlq"
-COMPUTE_WEIGHT = "compute_weight"  # derived parameter; never on the wire
-
-
-@register_weight_loader_v2_supported_method
-class EmulatedLinearMethod(LinearMethodBase):
-    """Serves one linear layer (fused or not) from published tensors."""
-
-    def __init__(self, weights: TensorScheme | None, activations: TensorScheme | None):
-        self.weights = weights
-        self.activations = activations
-
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs,
-    ) -> None:
-        """Register the wire tensors of this layer, in the dtypes in which they are published."""
-        loader = extra_weight_attrs["weight_loader"]
-        rows = sum(output_partition_sizes)
-        layer.logical_widths = output_partition_sizes  # type: ignore[assignment]  # vLLM's convention
-        dtype = torch.bfloat16 if self.weights is None else self.weights.element.dtype
-        weight = torch.empty(rows, input_size_per_partition, dtype=dtype)
-        layer.register_parameter(
-            "weight", ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=loader)
-        )
-        if self.weights is not None:
-            scale = torch.empty(rows, 1, dtype=torch.float32)
-            layer.register_parameter(
-                "weight_scale", ChannelQuantScaleParameter(data=scale, output_dim=0, weight_loader=loader)
-            )
-        self.compute_dtype = params_dtype
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Dequantize once per installed version."""
-        params: dict[str, torch.Tensor] = dict(layer.named_parameters())
-        if self.weights is None:
-            weight = params["weight"].to(self.compute_dtype)
-        else:
-            wire = {name: params[name] for name in ("weight", "weight_scale")}
-            weight = QuantizedTensor.from_wire(wire, self.weights).dequantize(self.compute_dtype)
-        replace_parameter(layer, COMPUTE_WEIGHT, weight, prefer_copy=True)
-
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Multiply."""
-        return emulated_linear(x, layer.compute_weight, bias, self.activations)  # type: ignore[arg-type]
 
 
 class RlqConfig(QuantizationConfig):
@@ -104,17 +45,31 @@ class RlqConfig(QuantizationConfig):
         return cls(Scheme.from_dict(config["scheme"]))
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> LinearMethodBase | None:
-        """Emulate every linear layer; embeddings, heads and attention stay vLLM's own."""
+        """Emulate every linear layer and, if the scheme says so, the KV cache; embeddings and heads stay vLLM's own."""
+        if isinstance(layer, Attention) and self.scheme.kv_cache is not None:
+            _emulate_kv_cache(layer, self.scheme.kv_cache)
         if not isinstance(layer, LinearBase):
             return None
         shards = self.packed_modules_mapping.get(prefix.rpartition(".")[2], [])
         parent = prefix.rpartition(".")[0]
         names = [f"{parent}.{shard}" for shard in shards] or [prefix]
-        schemes = {self.scheme.for_module(name, 2) for name in names}
+        schemes = {self.scheme.layer(name) for name in names}
         if len(schemes) > 1:
-            raise ValueError(f"{names} are one fused layer and need one scheme; give all or none of them in `ignore`")
-        weights = schemes.pop()
-        return EmulatedLinearMethod(weights, self.scheme.activations if weights is not None else None)
+            raise ValueError(f"{names} are one fused layer and need one scheme; give all or none of them a pattern")
+        return EmulatedLinearMethod(schemes.pop())
+
+
+def _emulate_kv_cache(layer: Attention, kv_cache: str) -> None:
+    """Round keys and values on their way into the cache; vLLM asks for the method more than once, this acts once."""
+    if hasattr(layer, "rlq_kv_cache"):
+        return
+
+    def round_keys_and_values(module: Attention, args: tuple) -> tuple:
+        query, key, value, *rest = args
+        key = quantize_heads(key, kv_cache, module.head_size)
+        return query, key, quantize_heads(value, kv_cache, module.head_size_v), *rest
+
+    layer.rlq_kv_cache = layer.register_forward_pre_hook(round_keys_and_values)  # type: ignore[assignment]
 
 
 def register() -> None:

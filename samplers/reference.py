@@ -4,33 +4,51 @@ import time
 from collections.abc import Sequence
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlq.errors import SamplerError, SnapshotError
-from rlq.linear import emulated_linear
+from rlq.linear import emulated_linear, quantize_heads
 from rlq.publish import Snapshot, check_specs, snapshot
 from rlq.quantize import QuantizedTensor
-from rlq.schemes import Scheme, TensorScheme
+from rlq.quantize.model import INPUT_GLOBAL_SCALE, INPUT_SCALE
+from rlq.schemes import LayerScheme, Scheme
 from rlq.types import InstallReport, Request, Rollout, Sampling
 
 
 class EmulatedLinear(torch.nn.Module):
     """A linear layer that holds published tensors and multiplies through `rlq.linear.emulated_linear`."""
 
-    def __init__(self, linear: torch.nn.Linear, weights: TensorScheme, activations: TensorScheme | None):
+    def __init__(self, linear: torch.nn.Linear, scheme: LayerScheme):
         super().__init__()
-        self.weights, self.activations = weights, activations
+        self.scheme = scheme
+        self.input_scale: torch.Tensor | None = None
         self.weight = torch.nn.Parameter(torch.empty_like(linear.weight), requires_grad=False)
         self.bias = linear.bias
 
     def load(self, wire: dict[str, torch.Tensor]) -> None:
         """Take the layer's wire tensors."""
-        self.weight.copy_(QuantizedTensor.from_wire(wire, self.weights).dequantize(self.weight.dtype))
+        assert self.scheme.weights is not None
+        weight = QuantizedTensor.from_wire(wire, self.scheme.weights, self.weight.shape[1])
+        self.weight.copy_(weight.dequantize(self.weight.dtype))
+        self.input_scale = wire.get(INPUT_SCALE, wire.get(INPUT_GLOBAL_SCALE))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply."""
-        return emulated_linear(x, self.weight, self.bias, self.activations)
+        return emulated_linear(x, self.weight, self.bias, self.scheme.activations, self.input_scale)
+
+
+class RoundedCache(DynamicCache):
+    """A key-value cache whose entries are rounded as they enter it."""
+
+    def __init__(self, kv_cache: str):
+        super().__init__()
+        self.kv_cache = kv_cache
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Round, store, and return everything stored."""
+        key_states, value_states = (quantize_heads(x, self.kv_cache, x.shape[-1]) for x in (key_states, value_states))
+        return super().update(key_states, value_states, *args, **kwargs)
 
 
 class TransformersSampler:
@@ -48,7 +66,9 @@ class TransformersSampler:
         self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
         self.scheme = scheme
         self.version: int | None = None
-        self.specs = snapshot(self.model.named_parameters(), scheme, 0).specs
+        # Only names and shapes matter here, so any calibration does.
+        input_amax = {name: 1.0 for name, module in self.model.named_modules() if isinstance(module, torch.nn.Linear)}
+        self.specs = snapshot(self.model.named_parameters(), scheme, 0, input_amax).specs
         emulate(self.model, scheme)
 
     @torch.no_grad()
@@ -84,7 +104,7 @@ class TransformersSampler:
         generator = torch.Generator().manual_seed(seed)
         tokens: list[int] = []
         logprobs: list[float] = []
-        step_input, cache = torch.tensor([request.prompt_ids]), None
+        step_input, cache = torch.tensor([request.prompt_ids]), self._cache()
         while len(tokens) < sampling.max_tokens and (not tokens or tokens[-1] not in sampling.stop_token_ids):
             out = self.model(input_ids=step_input, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
@@ -111,8 +131,12 @@ class TransformersSampler:
         """Log-probs (T,) in nats of a rollout's tokens under the served weights, teacher-forced."""
         ids = torch.tensor([rollout.prompt_ids + rollout.token_ids])
         start = len(rollout.prompt_ids) - 1
-        log_p = torch.log_softmax(self.model(input_ids=ids).logits[0, start:-1].float() / rollout.temperature, dim=-1)
+        logits = self.model(input_ids=ids, past_key_values=self._cache()).logits[0, start:-1]
+        log_p = torch.log_softmax(logits.float() / rollout.temperature, dim=-1)
         return log_p.gather(1, ids[0, start + 1 :, None])[:, 0]
+
+    def _cache(self) -> DynamicCache | None:
+        return None if self.scheme.kv_cache is None else RoundedCache(self.scheme.kv_cache)
 
     def close(self) -> None:
         """Nothing to release."""
@@ -121,19 +145,22 @@ class TransformersSampler:
 def emulate(model: torch.nn.Module, scheme: Scheme) -> None:
     """Replace, in place, every linear that `scheme` quantizes by an `EmulatedLinear`."""
     for name, module in list(model.named_modules()):
-        weights = scheme.for_module(name, 2) if isinstance(module, torch.nn.Linear) else None
-        if weights is not None:
-            model.set_submodule(name, EmulatedLinear(module, weights, scheme.activations))  # type: ignore[arg-type]
+        layer = scheme.layer(name)
+        if isinstance(module, torch.nn.Linear) and layer.weights is not None:
+            model.set_submodule(name, EmulatedLinear(module, layer))
 
 
 @torch.no_grad()
 def load_snapshot(model: torch.nn.Module, snap: Snapshot) -> None:
     """Load a snapshot into a model prepared by `emulate`."""
     modules = dict(model.named_modules())
+    wires: dict[EmulatedLinear, dict[str, torch.Tensor]] = {}
     for name, tensor in snap.tensors.items():
-        module, _, leaf = name.rpartition(".")
-        if isinstance(modules[module], EmulatedLinear) and leaf != "bias":
-            if leaf == "weight":
-                modules[module].load({"weight": tensor, "weight_scale": snap.tensors[f"{module}.weight_scale"]})  # type: ignore
+        owner, _, leaf = name.rpartition(".")
+        module = modules[owner]
+        if isinstance(module, EmulatedLinear) and leaf != "bias":
+            wires.setdefault(module, {})[leaf] = tensor
         else:
-            modules[module].get_parameter(leaf).copy_(tensor)
+            module.get_parameter(leaf).copy_(tensor)
+    for module, wire in wires.items():
+        module.load(wire)

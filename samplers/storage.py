@@ -4,7 +4,7 @@ import torch
 
 from rlq.publish import TensorSpec
 
-from .plugin import COMPUTE_WEIGHT
+from .emulated import DERIVED, ShardParameter
 
 
 def wire_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -20,17 +20,12 @@ def wire_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     out: dict[str, torch.Tensor] = {}
     for module_name, module in model.named_modules():
         for leaf, param in module.named_parameters(recurse=False, prefix=""):
-            if leaf == COMPUTE_WEIGHT or (tied_to_embedding(model) and module_name == "lm_head"):
+            if leaf in DERIVED or (tied_to_embedding(model) and module_name == "lm_head"):
                 continue
-            tensor = _row_major(_unpadded(module, param.data), param)
             parent, _, last = module_name.rpartition(".")
             shards = packed.get(last)
-            if not shards:
-                out[f"{module_name}.{leaf}"] = tensor
-                continue
-            widths = module.logical_widths
-            for shard, rows in zip(shards, tensor.split(widths, dim=0), strict=True):
-                out[f"{parent}.{shard}.{leaf}"] = rows
+            names = [f"{parent}.{shard}.{leaf}" for shard in shards] if shards else [f"{module_name}.{leaf}"]
+            out.update(zip(names, _shards(module, param, len(names)), strict=True))
     return {name: _as_published(name, tensor, out) for name, tensor in out.items()}
 
 
@@ -43,6 +38,16 @@ def tied_to_embedding(model: torch.nn.Module) -> bool:
 def expected_specs(model: torch.nn.Module) -> dict[str, TensorSpec]:
     """Names, dtypes and shapes of a complete snapshot for this model."""
     return {name: TensorSpec.of(tensor) for name, tensor in wire_tensors(model).items()}
+
+
+def _shards(module: torch.nn.Module, param: torch.nn.Parameter, count: int) -> list[torch.Tensor]:
+    """Split a parameter of a layer that fuses `count` modules into what each of them published."""
+    if isinstance(param, ShardParameter):
+        return list(param.data)
+    tensor = _row_major(_unpadded(module, param.data), param)
+    rows = list(tensor.split(module.logical_widths)) if count > 1 else [tensor]  # type: ignore[arg-type]
+    tile_rows = getattr(param, "tile_rows", 1)
+    return [part[::tile_rows] for part in rows]
 
 
 def _unpadded(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """Quantizers: pure functions from a tensor and a scheme to codes and scales."""
 
-from .dispatch import quantize_activations
-from .reference import fake_quantize, quantize
+from .dispatch import fake_quantize, largest_magnitude, quantize, quantize_activations
 from .tensor import QuantizedTensor
 
-__all__ = ["QuantizedTensor", "fake_quantize", "quantize", "quantize_activations"]
+__all__ = ["QuantizedTensor", "fake_quantize", "largest_magnitude", "quantize", "quantize_activations"]

@@ -1,67 +1,158 @@
-"""CPU kernels (numba), bit-identical to the reference in `rlq.quantize.reference`.
+"""CPU path: hands tensors to the numba kernels, on as many threads as torch may use in this process."""
 
-Rounding to a small float format is a magic addition: adding and subtracting a power of two whose unit in the last
-place is the format's step at that magnitude makes the hardware round to nearest, ties to even. The power is read off
-the exponent bits of the value itself; below the smallest normal exponent it stays put, which gives the subnormals.
-Importing this module needs numba; `rlq.quantize.dispatch` falls back to the reference without it.
-"""
+import functools
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
-# pyright: reportOptionalMemberAccess=false, reportCallIssue=false
-import llvmlite.ir as ir
 import numpy as np
-from numba import njit, types
-from numba.extending import intrinsic
+import torch
 
-F32 = np.float32
-ABS = 0x7FFFFFFF
-EXPONENT = 0x7F800000
-SIGN = -0x80000000
-E4M3_MAX = F32(448.0)
-E4M3_MIN_EXPONENT = np.int32((127 - 6) << 23)
-E4M3_MAGIC = np.int32((23 - 3) << 23)
-ZERO_SCALE = F32(2.0**-23)
+from ..formats import ELEMENTS
+from ..schemes import TensorScheme
+from . import kernels, reference
+from .tensor import QuantizedTensor, scale_shape
 
-
-@intrinsic
-def bits(typingctx, value):
-    """Reinterpret float32 as int32; numba has no scalar form that LLVM vectorizes."""
-
-    def generate(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.int32(types.float32), generate
+NONE_GIVEN = np.empty(0, np.float32)
+NO_SCALES = np.empty((0, 0), np.float32)
+NO_BYTES = np.empty((0, 0), np.uint8)
+PER_THREAD = 1 << 19  # elements below which a second thread costs more than it saves
 
 
-@intrinsic
-def from_bits(typingctx, value):
-    """Reinterpret the low 32 bits of an integer as float32."""
+@functools.cache
+def _constants(scheme: TensorScheme) -> tuple[int, int, int, np.ndarray]:
+    """Rule, element, exponent offset and table of values, as the kernels take them."""
+    block, element = scheme.block_format, scheme.element
+    if block is None:
+        rule = kernels.WHOLE if scheme.granularity == "tensor" else kernels.FP32
+    else:
+        rule = kernels.E4M3_BLOCKS if block.tensor_scale else kernels.E8M0_BLOCKS
+    offset = int(math.log2(element.max_finite))
+    return rule, kernels.ELEMENT_ORDER.index(element.name), offset, element.values.numpy()
 
-    def generate(context, builder, signature, args):
-        low = args[0] if args[0].type.width == 32 else builder.trunc(args[0], ir.IntType(32))
-        return builder.bitcast(low, ir.FloatType())
 
-    return types.float32(value), generate
+def can_encode(scheme: TensorScheme, shape: torch.Size) -> bool:
+    """False where the kernels do not go: nothing to do, or tiles that are not made of whole runs."""
+    columns = shape[-1]
+    tile = scheme.tile(1, columns)[1]
+    return math.prod(shape) > 0 and (tile >= columns or tile % kernels.RUN == 0)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def fake_quantize_fp8_token(x):
-    """Round each row of fp32 `x` (M, K) to E4M3 times its scale amax / 448; NaN or infinity makes a row NaN."""
-    rows, columns = x.shape
-    out = np.empty((rows, columns), np.float32)
-    for i in range(rows):
-        # Bit patterns of magnitudes order like the magnitudes, with infinity and then NaN on top.
-        top = np.int32(0)
-        for j in range(columns):
-            top = np.int32(max(top, np.int32(bits(x[i, j]) & ABS)))
-        scale = from_bits(top) / E4M3_MAX
-        if scale == F32(0):
-            scale = ZERO_SCALE
-        for j in range(columns):
-            quotient = x[i, j] / scale
-            magnitude = from_bits(bits(quotient) & ABS)
-            magnitude = E4M3_MAX if magnitude > E4M3_MAX else magnitude
-            exponent = np.int32(max(np.int32(bits(magnitude) & EXPONENT), E4M3_MIN_EXPONENT))
-            magic = from_bits(exponent + E4M3_MAGIC)
-            rounded = (magnitude + magic) - magic
-            out[i, j] = from_bits(bits(rounded) | (bits(quotient) & SIGN)) * scale
-    return out
+def encode(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None) -> QuantizedTensor:
+    """`reference.encode` for a scale that spans the tensor, if any, of one element."""
+    rows = reference.as_rows(x.detach())
+    element, block = scheme.element, scheme.block_format
+    codes = torch.empty(rows.shape[0], -(-rows.shape[1] // element.pack), dtype=element.dtype)
+    scale_dtype = torch.float32 if block is None else ELEMENTS[block.scale].dtype
+    scale = torch.empty(scale_shape(rows.shape, scheme), dtype=scale_dtype)
+    if scheme.granularity == "tensor":
+        assert given is not None
+        scale.copy_(given)
+    rule, index, offset, _ = _constants(scheme)
+    tile_rows, tile = scheme.tile(*rows.shape)
+    tile_rows = 1 if rule == kernels.WHOLE else tile_rows
+    code_bytes = codes.view(torch.uint8).numpy()
+    scales = scale.numpy() if rule == kernels.FP32 else NO_SCALES
+    stored = scale.view(torch.uint8).numpy() if block is not None else NO_BYTES
+    whole = NONE_GIVEN if given is None else given.numpy()
+
+    def work(top: int, bottom: int) -> None:
+        strips = slice(top // tile_rows, -(-bottom // tile_rows))
+        kernels.encode(
+            _as_kernel_input(rows[top:bottom]),
+            tile_rows,
+            tile,
+            rule,
+            index,
+            offset,
+            whole,
+            scales[strips],
+            stored[strips],
+            code_bytes[top:bottom],
+            element.pack > 1,
+        )
+
+    _in_threads(work, rows, tile_rows)
+    shape = (*x.shape[:-1], codes.shape[1])
+    return QuantizedTensor(
+        codes.view(shape),
+        scale.view(scale_shape(x.shape, scheme)),
+        scheme,
+        x.shape,
+        given if rule == kernels.E4M3_BLOCKS else None,
+    )
+
+
+def decode(q: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+    """`reference.decode`."""
+    rows_shape = torch.Size((math.prod(q.shape[:-1]), q.shape[-1]))
+    tile_rows, tile = q.scheme.tile(*rows_shape)
+    stored = q.scale.reshape(scale_shape(rows_shape, q.scheme))
+    scales = (
+        reference.effective_scale(stored, q.scheme, q.global_scale).reshape(-1, stored.shape[-1]).contiguous().numpy()
+    )
+    codes = q.codes.reshape(rows_shape[0], -1).contiguous().view(torch.uint8).numpy()
+    values = _constants(q.scheme)[3]
+    out = torch.empty(rows_shape, dtype=dtype)
+
+    def work(top: int, bottom: int) -> None:
+        part = out[top:bottom] if dtype == torch.float32 else torch.empty(bottom - top, rows_shape[1])
+        first = top // tile_rows
+        kernels.decode(
+            codes[top:bottom], q.scheme.element.pack > 1, values, tile_rows, tile, scales[first:], part.numpy()
+        )
+        if dtype != torch.float32:
+            out[top:bottom] = part
+
+    _in_threads(work, out, tile_rows)
+    return out.view(q.shape)
+
+
+def fake_quantize_rows(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None) -> torch.Tensor:
+    """`reference.encode_activations` for tiles within a row."""
+    rule, index, offset, values = _constants(scheme)
+    if given is None and rule == kernels.WHOLE:
+        given = reference.tensor_scale(largest_magnitude(x), scheme)
+    whole = NONE_GIVEN if given is None else given.numpy()
+    tile = scheme.tile(1, x.shape[-1])[1]
+    plain = x.dtype == torch.float32 and x.ndim == 2 and x.is_contiguous() and not x.requires_grad
+    rows = x if plain else reference.as_rows(x.detach()).to(torch.float32).contiguous()
+    out = torch.from_numpy(kernels.fake_quantize_rows(rows.numpy(), tile, rule, index, offset, whole, values))
+    return out if plain else out.view(x.shape).to(x.dtype)
+
+
+def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
+    """`reference.largest_magnitude`, except that infinity becomes NaN too."""
+    rows = reference.as_rows(x.detach())
+    found = []
+    _in_threads(lambda top, bottom: found.append(kernels.amax(_as_kernel_input(rows[top:bottom]))), rows, 1)
+    return torch.tensor([np.max(found)], dtype=torch.float32)  # np.max keeps NaN
+
+
+def _as_kernel_input(rows: torch.Tensor) -> np.ndarray:
+    """float32, or bfloat16 as its bits; a copy for other types and layouts."""
+    if rows.dtype == torch.bfloat16:
+        return rows.contiguous().view(torch.uint16).numpy()
+    return rows.to(torch.float32).contiguous().numpy()
+
+
+def _in_threads(work: Callable[[int, int], None], rows: torch.Tensor, multiple: int) -> None:
+    """Call work(top, bottom) for ranges of whole tiles that cover the rows, on at most torch's number of threads.
+
+    A matrix that `_as_kernel_input` has to copy is cut into pieces of CHUNK elements, so that the copies stay small.
+    """
+    direct = rows.dtype in (torch.float32, torch.bfloat16) and rows.is_contiguous()
+    threads = max(1, min(torch.get_num_threads(), rows.numel() // PER_THREAD))
+    if direct and threads == 1:
+        work(0, rows.shape[0])
+        return
+    step = -(-rows.shape[0] // threads) if direct else reference.CHUNK // rows.shape[1]
+    step = max(-(-step // multiple), 1) * multiple
+    ranges = [(top, min(top + step, rows.shape[0])) for top in range(0, rows.shape[0], step)]
+    if threads == 1:
+        for top, bottom in ranges:
+            work(top, bottom)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        for future in [pool.submit(work, *bounds) for bounds in ranges]:
+            future.result()

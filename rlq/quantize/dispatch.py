@@ -1,19 +1,110 @@
-"""Chooses between the reference and a device's fast kernels, which are bit-identical to it."""
+"""The public functions: checks, then the fastest implementation for the device. All of them are bit-identical."""
 
 import functools
 import importlib.util
 
 import torch
 
+from ..errors import ConfigError, SnapshotError
 from ..schemes import TensorScheme
-from .reference import encode
+from . import reference
+from .reference import spans_tensor, tensor_scale
+from .tensor import QuantizedTensor
 
-FP8_TOKEN = TensorScheme.parse("fp8.token")
+
+def quantize(
+    x: torch.Tensor, scheme: TensorScheme | str, *, amax: torch.Tensor | float | None = None
+) -> QuantizedTensor:
+    """Quantize a floating-point tensor; formulas in `rlq.quantize.reference`.
+
+    Rows run along the last dimension (`channel` of an (out, in) weight, `token` of an activation); leading dimensions
+    are rows too. Any memory layout and size is taken; tiles at the end of a row or matrix may be partial.
+
+    Args:
+        x: (..., K) bf16, fp16 or fp32.
+        scheme: tensor scheme or its name, such as `fp8.channel`.
+        amax: largest magnitude that the tensor's scale has to cover, for schemes with a scale that spans the tensor
+            (`tensor` granularity, NVFP4): shared by fused layers, or calibrated. Default: that of `x`.
+
+    Raises:
+        ConfigError: `x` is not a floating-point tensor of at least one dimension, or `amax` means nothing for `scheme`.
+        SnapshotError: `x` or `amax` holds NaN or infinity.
+    """
+    scheme = TensorScheme.parse(scheme) if isinstance(scheme, str) else scheme
+    if not x.is_floating_point() or x.ndim == 0:
+        raise ConfigError(
+            f"cannot quantize a {x.ndim}-d {x.dtype} tensor; pass bf16, fp16 or fp32 with a last dimension"
+        )
+    if amax is not None and not spans_tensor(scheme):
+        raise ConfigError(f"{scheme} has no scale that spans a tensor, so amax means nothing; leave it out")
+    given = None
+    if spans_tensor(scheme):
+        own = largest_magnitude(x)
+        if not own.isfinite().all():
+            raise _refusal(x)
+        wanted = own if amax is None else torch.as_tensor(amax, dtype=torch.float32, device=x.device).reshape(1)
+        if not wanted.isfinite().all():
+            raise SnapshotError(f"amax is {wanted.item()}; it has to be finite")
+        given = tensor_scale(wanted, scheme)
+    quantized = encode(x, scheme, given)
+    # A scale is NaN exactly when some element of its tile is not finite, so the check costs nothing extra.
+    if given is None and not _finite_scales(quantized):
+        raise _refusal(x)
+    return quantized
+
+
+def fake_quantize(
+    x: torch.Tensor, scheme: TensorScheme | str, *, amax: torch.Tensor | float | None = None
+) -> torch.Tensor:
+    """Round `x` to the values that `scheme` can hold; bit-equal to `quantize(x, scheme).dequantize(x.dtype)`."""
+    return quantize(x, scheme, amax=amax).dequantize(x.dtype)
+
+
+def quantize_activations(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None = None) -> torch.Tensor:
+    """Round activations to the values that `scheme` can hold, for an emulated kernel.
+
+    Like `fake_quantize`, with two differences: NaN and infinity are not refused but become NaN, as they would
+    downstream of a real kernel; and NVFP4's global scale is taken per row, so that a completion does not depend on
+    the others in its batch.
+
+    Args:
+        x: (..., K) bf16, fp16 or fp32.
+        scheme: tensor scheme.
+        given: calibrated scale, fp32 (1,): `scale` of `tensor` granularity, `global_scale` of NVFP4. None computes it.
+    """
+    fast = _cpu(x)
+    if fast is None or scheme.granularity.startswith("block") or not fast.can_encode(scheme, x.shape):
+        return reference.encode_activations(x, scheme, given)
+    return fast.fake_quantize_rows(x, scheme, given)
+
+
+def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
+    """amax(|x|), fp32 (1,); not finite where some element is not, 0 for an empty tensor."""
+    fast = _cpu(x)
+    return reference.largest_magnitude(x) if fast is None or not x.numel() else fast.largest_magnitude(x)
+
+
+def encode(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None) -> QuantizedTensor:
+    """See `rlq.quantize.reference.encode`."""
+    fast = _cpu(x)
+    if fast is None or not fast.can_encode(scheme, x.shape):
+        return reference.encode(x, scheme, given)
+    return fast.encode(x, scheme, given)
+
+
+def decode(q: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+    """See `rlq.quantize.reference.decode`."""
+    fast = _cpu(q.codes)
+    return reference.decode(q, dtype) if fast is None or not q.codes.numel() else fast.decode(q, dtype)
+
+
+def _cpu(x: torch.Tensor):
+    """The numba path for a CPU tensor, or None; imported late because numba takes a second."""
+    return _load_cpu() if x.device.type == "cpu" else None
 
 
 @functools.cache
-def cpu_kernels():
-    """The numba kernels, or None where numba is not installed; imported late because it takes a second."""
+def _load_cpu():
     if importlib.util.find_spec("numba") is None:
         return None
     from . import cpu
@@ -21,19 +112,12 @@ def cpu_kernels():
     return cpu
 
 
-def quantize_activations(x: torch.Tensor, scheme: TensorScheme) -> torch.Tensor:
-    """Round activations to the values that `scheme` can hold, for an emulated kernel.
+def _finite_scales(q: QuantizedTensor) -> bool:
+    if q.scale.dtype == torch.uint8:
+        return not bool((q.scale == 0xFF).any())
+    return bool(q.scale.isfinite().all())
 
-    Equal to `fake_quantize`, except that non-finite values are not refused: they become NaN, as they would downstream
-    of a real kernel, and never a finite number.
 
-    Args:
-        x: (..., K) bf16, fp16 or fp32.
-        scheme: tensor scheme, computed dynamically.
-    """
-    if x.device.type != "cpu" or scheme != FP8_TOKEN or (kernels := cpu_kernels()) is None:
-        return encode(x, scheme).dequantize(x.dtype)
-    if x.dtype != torch.float32 or x.ndim != 2 or x.requires_grad:  # an engine's activations are none of these
-        rows = x.detach().to(torch.float32).reshape(-1, x.shape[-1])
-        return torch.from_numpy(kernels.fake_quantize_fp8_token(rows.numpy())).view(x.shape).to(x.dtype)
-    return torch.from_numpy(kernels.fake_quantize_fp8_token(x.numpy()))
+def _refusal(x: torch.Tensor) -> SnapshotError:
+    count = sum(int((~part.isfinite()).sum()) for part in x.reshape(-1).split(reference.CHUNK))
+    return SnapshotError(f"cannot quantize: {count} non-finite values in shape {tuple(x.shape)}")

@@ -1,61 +1,223 @@
-"""Reference quantizers in plain torch: nearest, ties to even, saturating, scale = amax / max_finite."""
+"""Reference quantizers in plain torch, for any device: readable, and the oracle of every fast kernel.
+
+Rounding is to nearest, ties to even, saturating. With amax the largest magnitude of a tile (the elements that share a
+scale) and all arithmetic in fp32:
+
+    fp32 scales     scale = amax / max_finite                                  value = code * scale
+    MX (OCP 1.0)    scale = 2^(floor(log2 amax) - floor(log2 max_finite))      value = code * scale
+    NVFP4           g = 448 * 6 / amax(tensor)
+                    scale = E4M3(amax / 6 * g)                                 value = code * (scale / g)
+
+Codes are computed against the scale as it is stored. Divisions are true divisions: dividing by a Python scalar becomes
+a multiplication by its reciprocal on CUDA and changes half of the scales, hence the divisors on the device. The MX
+exponent is one larger where amax >= 1.75 * 2^e, as in compressed-tensors and vLLM: the OCP rule would saturate there.
+
+A tile of zeros gets zero codes and a finite scale: fp32's epsilon, E4M3's 0.125 (both compressed-tensors' choice), or
+E8M0's smallest. The sign of zero is kept: -0 and tiny negative numbers get the code of -0 in the float formats.
+"""
+
+import math
+from collections.abc import Iterator
 
 import torch
 
-from ..errors import ConfigError, SnapshotError
+from ..formats import ELEMENTS, Format
 from ..schemes import TensorScheme
-from .tensor import QuantizedTensor
+from .tensor import QuantizedTensor, scale_shape
 
-# What an all-zero row divides by; compressed-tensors uses the same, so scales are equal bit for bit.
-ZERO_ROW_SCALE = torch.finfo(torch.float32).eps
+ZERO_TILE_SCALE = torch.finfo(torch.float32).eps
+ZERO_BLOCK_SCALE = 0.125
+TINY = torch.finfo(torch.float32).tiny
+# Elements that are worked on at a time: temporaries stay in a CPU's cache, and far below the size of a large tensor.
+CHUNK = 1 << 17
 
 
-def quantize(x: torch.Tensor, scheme: TensorScheme | str) -> QuantizedTensor:
-    """Quantize a floating-point tensor: scale = amax(|row|) / max_finite in fp32, codes = round(x / scale).
+def spans_tensor(scheme: TensorScheme) -> bool:
+    """True if the scheme has a scale for the whole tensor, so that fused layers have to share it."""
+    return scheme.granularity == "tensor" or (scheme.block_format is not None and scheme.block_format.tensor_scale)
 
-    Rows run along the last dimension (`channel` of an (out, in) weight, `token` of an activation). Both divisions are
-    true fp32 divisions, rounding is to nearest with ties to even, out-of-range quotients saturate; a zero row gives
-    zero codes and a finite scale.
+
+def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
+    """amax(|x|), fp32 (1,); NaN or infinity where some element is, 0 for an empty tensor."""
+    rows = as_rows(x)
+    parts = [
+        rows[top:bottom].to(torch.float32).abs().max() for top, bottom in row_chunks(rows.shape, 1) if rows.numel()
+    ]
+    return torch.stack(parts).max().reshape(1) if parts else torch.zeros(1, device=x.device)
+
+
+def tensor_scale(amax: torch.Tensor, scheme: TensorScheme) -> torch.Tensor:
+    """The scale that spans a whole tensor: `scale` of `tensor` granularity, `global_scale` of NVFP4.
 
     Args:
-        x: (..., K) bf16, fp16 or fp32.
-        scheme: tensor scheme or its name, such as `fp8.channel`.
+        amax: fp32, any shape; largest magnitude that the scale has to cover.
+        scheme: one for which `spans_tensor` holds.
 
-    Raises:
-        ConfigError: `x` is not a floating-point tensor of at least one dimension.
-        SnapshotError: `x` holds NaN or infinity.
+    Returns:
+        fp32, shape of `amax`. NVFP4's is compressed-tensors' divisor 448 * 6 / amax, and 1 where that overflows.
     """
-    scheme = TensorScheme.parse(scheme) if isinstance(scheme, str) else scheme
-    if not x.is_floating_point() or x.ndim == 0:
-        raise ConfigError(
-            f"cannot quantize a {x.ndim}-d {x.dtype} tensor; pass bf16, fp16 or fp32 with a last dimension"
-        )
-    quantized = encode(x, scheme)
-    # A scale is NaN or infinite exactly when some element of its row is, so the check costs nothing extra.
-    if not torch.isfinite(quantized.scale).all():
-        raise SnapshotError(
-            f"cannot quantize: {int((~torch.isfinite(x)).sum())} non-finite values in shape {tuple(x.shape)}"
-        )
-    return quantized
+    amax = torch.where(amax.isfinite(), amax, torch.nan)
+    if scheme.block_format is None:
+        return _fp32_scale(amax, scheme.element)
+    largest = ELEMENTS[scheme.block_format.scale].max_finite * scheme.element.max_finite
+    scale = torch.tensor(largest, device=amax.device) / amax.clamp(min=TINY)
+    return torch.where(scale.isinf(), 1.0, scale)
 
 
-def encode(x: torch.Tensor, scheme: TensorScheme) -> QuantizedTensor:
-    """`quantize` without the checks: a row that holds NaN or infinity dequantizes to NaN."""
-    element = scheme.element
-    x = x.to(torch.float32)
-    amax = (
-        torch.linalg.vector_norm(x, ord=float("inf"), dim=-1, keepdim=True)
-        if x.numel()
-        else x.new_zeros(*x.shape[:-1], 1)
+def encode(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None = None) -> QuantizedTensor:
+    """Quantize without checks.
+
+    Args:
+        x: (..., K) floating point.
+        scheme: tensor scheme.
+        given: the scale that spans the tensor, fp32 (1,), if the scheme has one; NVFP4 also takes one per row, (R, 1).
+
+    Returns:
+        The codes and scales. A tile that holds NaN or infinity has a NaN scale, unless the scale was given.
+    """
+    rows, element, tile = as_rows(x), scheme.element, scheme.tile(*as_rows(x).shape)
+    codes = torch.empty(rows.shape[0], -(-rows.shape[1] // element.pack), dtype=element.dtype, device=x.device)
+    scale_dtype = torch.float32 if scheme.block_format is None else ELEMENTS[scheme.block_format.scale].dtype
+    scale = torch.empty(scale_shape(rows.shape, scheme), dtype=scale_dtype, device=x.device)
+    whole = given if scheme.granularity == "tensor" else None
+    for top, bottom in row_chunks(rows.shape, 1 if whole is not None else tile[0]):
+        chunk = rows[top:bottom].to(torch.float32)
+        if whole is not None:
+            quotient = chunk / whole
+        else:
+            local = given[top:bottom] if given is not None and given.numel() > 1 else given
+            stored = _stored_scale(_tile_amax(chunk, tile), scheme, local)
+            scale[top // tile[0] : -(-bottom // tile[0])] = stored
+            quotient = chunk / _spread(effective_scale(stored, scheme, local), tile, chunk.shape)
+        codes.view(torch.uint8)[top:bottom] = pack(_round(quotient, element), element)
+    if whole is not None:
+        scale.copy_(whole)
+    shape = (*x.shape[:-1], -1) if rows.numel() else (*x.shape[:-1], codes.shape[1])
+    return QuantizedTensor(
+        codes.view(shape), scale.view(scale_shape(x.shape, scheme)), scheme, x.shape, given if whole is None else None
     )
-    # A device tensor as divisor: dividing by a Python scalar becomes a multiplication by its reciprocal on CUDA.
-    scale = amax / torch.tensor(element.max_finite, dtype=torch.float32, device=x.device)
-    scale = torch.where(scale == 0, ZERO_ROW_SCALE, scale)
+
+
+def decode(q: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+    """Codes times effective scales in fp32, rounded once to `dtype`."""
+    rows_shape = torch.Size((math.prod(q.shape[:-1]), q.shape[-1]))
+    codes = q.codes.reshape(rows_shape[0], -1) if q.codes.numel() else q.codes.new_empty(rows_shape[0], 0)
+    scale = q.scale.view(scale_shape(rows_shape, q.scheme))
+    tile = q.scheme.tile(*rows_shape)
+    values = q.scheme.element.values.to(q.codes.device)
+    out = torch.empty(rows_shape, dtype=dtype, device=q.codes.device)
+    whole = q.scheme.granularity == "tensor"
+    for top, bottom in row_chunks(rows_shape, 1 if whole else tile[0]):
+        value = values[unpack(codes[top:bottom], q.scheme.element, rows_shape[1]).int()]
+        if whole:
+            out[top:bottom] = value * scale
+        else:
+            local = q.global_scale
+            local = local[top:bottom] if local is not None and local.numel() > 1 else local
+            stored = scale[top // tile[0] : -(-bottom // tile[0])]
+            out[top:bottom] = value * _spread(effective_scale(stored, q.scheme, local), tile, value.shape)
+    return out.view(q.shape)
+
+
+def encode_activations(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None = None) -> torch.Tensor:
+    """See `rlq.quantize.quantize_activations`."""
+    if given is None and spans_tensor(scheme):
+        per_token = scheme.block_format is not None
+        amax = as_rows(x).abs().amax(-1, keepdim=True).float() if per_token and x.numel() else largest_magnitude(x)
+        given = tensor_scale(amax, scheme)
+    return torch.where(x.isfinite(), encode(x, scheme, given).dequantize(x.dtype), torch.nan)
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """View (..., K) as (R, K); a copy only where the strides of three or more dimensions forbid a view."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def row_chunks(shape: torch.Size, multiple: int) -> Iterator[tuple[int, int]]:
+    """Split the rows of a matrix into ranges of about CHUNK elements, whole tiles of `multiple` rows each."""
+    step = max(CHUNK // max(shape[1], 1) // multiple, 1) * multiple
+    return ((top, min(top + step, shape[0])) for top in range(0, shape[0], step))
+
+
+def effective_scale(stored: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None) -> torch.Tensor:
+    """What a code is multiplied with, fp32, from the scale as it is stored."""
+    if scheme.block_format is None:
+        return stored
+    table = ELEMENTS[scheme.block_format.scale].values.to(stored.device)
+    scale = table[stored.view(torch.uint8).int()]
+    return scale if given is None else scale / given
+
+
+def _stored_scale(amax: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None) -> torch.Tensor:
+    """Scale of each tile in its storage dtype."""
+    amax = torch.where(amax.isfinite(), amax, torch.nan)
+    if scheme.block_format is None:
+        return _fp32_scale(amax, scheme.element)
+    if given is None:
+        return _e8m0_scale(amax, scheme.element)
+    scale = ELEMENTS[scheme.block_format.scale]
+    wanted = amax / torch.tensor(scheme.element.max_finite, device=amax.device) * given
+    stored = wanted.clamp(max=scale.max_finite).to(scale.dtype)
+    return torch.where(stored.float() == 0, torch.tensor(ZERO_BLOCK_SCALE, device=amax.device), stored.float()).to(
+        scale.dtype
+    )
+
+
+def _fp32_scale(amax: torch.Tensor, element: Format) -> torch.Tensor:
+    scale = amax / torch.tensor(element.max_finite, dtype=torch.float32, device=amax.device)
+    return torch.where(scale == 0, ZERO_TILE_SCALE, scale)
+
+
+def _e8m0_scale(amax: torch.Tensor, element: Format) -> torch.Tensor:
+    """Exponent of the power of two at or above amax / 1.75, less that of the element's largest power of two."""
+    exponent = (amax.view(torch.int32) + (1 << 21) >> 23) - int(math.log2(element.max_finite))
+    return torch.where(amax.isnan(), ELEMENTS["e8m0"].nan_codes[0], exponent.clamp(min=0)).to(torch.uint8)
+
+
+def _tile_amax(chunk: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
+    """Largest magnitude of every tile of a (rows, columns) matrix; partial tiles are padded with zeros."""
+    rows, columns = chunk.shape
+    padded = torch.nn.functional.pad(chunk.abs(), (0, -columns % tile[1], 0, -rows % tile[0]))
+    if not padded.numel():
+        return chunk.new_zeros(-(-rows // tile[0]), 1)
+    return padded.view(-(-rows // tile[0]), tile[0], -1, tile[1]).amax((1, 3))
+
+
+def _spread(scale: torch.Tensor, tile: tuple[int, int], shape: torch.Size) -> torch.Tensor:
+    """Give every element the scale of its tile."""
+    if tile[0] > 1:
+        scale = scale.repeat_interleave(tile[0], 0)[: shape[0]]
+    return scale if scale.shape[1] == 1 else scale.repeat_interleave(tile[1], 1)[:, : shape[1]]
+
+
+def _round(quotient: torch.Tensor, element: Format) -> torch.Tensor:
+    """Nearest code, ties to the even one, saturating; uint8, one code per element."""
     # torch versions differ in how they cast out-of-range values to float8, so saturate first.
-    codes = (x / scale).clamp_(-element.max_finite, element.max_finite).to(element.dtype)
-    return QuantizedTensor(codes, scale, scheme)
+    quotient = quotient.clamp(-element.max_finite, element.max_finite)
+    if element.kind == "int":
+        return (quotient.round_().nan_to_num_() + element.bias).to(torch.int8).view(torch.uint8)
+    if element.bits == 8:
+        return quotient.to(element.dtype).view(torch.uint8)
+    positive = element.values[: 1 << element.bits - 1].to(quotient.device)
+    middles = (positive[1:] + positive[:-1]) / 2
+    magnitude = quotient.abs().contiguous()
+    low, high = (torch.bucketize(magnitude, middles, right=right, out_int32=True) for right in (False, True))
+    # The two differ at ties only; the even one of them wins.
+    code = torch.where(low % 2 == 0, low, high)
+    return (code + quotient.signbit() * (1 << element.bits - 1)).to(torch.uint8)
 
 
-def fake_quantize(x: torch.Tensor, scheme: TensorScheme | str) -> torch.Tensor:
-    """Round `x` to the values that `scheme` can hold; bit-equal to `quantize(x, scheme).dequantize(x.dtype)`."""
-    return quantize(x, scheme).dequantize(x.dtype)
+def pack(codes: torch.Tensor, element: Format) -> torch.Tensor:
+    """(R, K) uint8 codes to bytes of their storage: 4-bit codes go two to a byte, low half first, zero bits last."""
+    if element.pack == 1:
+        return codes
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % element.pack))
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def unpack(stored: torch.Tensor, element: Format, columns: int) -> torch.Tensor:
+    """Inverse of `pack`: (R, columns) uint8."""
+    stored = stored.contiguous().view(torch.uint8)
+    if element.pack == 1:
+        return stored
+    return torch.stack((stored & 15, stored >> 4), -1).flatten(1)[:, :columns]

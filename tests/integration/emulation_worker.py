@@ -1,0 +1,85 @@
+"""One vLLM engine in a process of its own: every version that it is given is served bit for bit, and sampled from.
+
+    python emulation_worker.py SCHEME [OPTIONS_JSON]
+
+Prints one JSON object. An engine changes process-wide state, so each scheme gets a process.
+"""
+
+import json
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from rlq.publish import snapshot
+from rlq.schemes import Scheme
+from rlq.types import Request, Sampling
+from samplers.engine import VllmSampler
+from samplers.options import EngineOptions
+from samplers.reference import TransformersSampler
+
+# Biases on q/k/v, a tied head, grouped heads, and sizes that are no multiples of 32 or 128, so that blocks end inside
+# fused shards and rows.
+CONFIG = Qwen2Config(
+    vocab_size=73,
+    hidden_size=160,
+    intermediate_size=208,
+    num_hidden_layers=2,
+    num_attention_heads=5,
+    num_key_value_heads=1,
+    head_dim=32,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+)
+RELOADS = 10
+
+
+def model(seed: int):
+    torch.manual_seed(seed)
+    policy = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+            elif parameter.ndim == 2:
+                parameter.mul_(4)
+    return policy
+
+
+def main() -> None:
+    options = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+    scheme = Scheme.preset(sys.argv[1], **options)
+    policies = [model(seed) for seed in range(2)]
+    linears = [name for name, module in policies[0].named_modules() if isinstance(module, torch.nn.Linear)]
+    input_amax = {name: 3.0 for name in linears}
+    engine = VllmSampler(CONFIG.to_dict(), scheme, EngineOptions(max_model_len=64))
+    snaps = [snapshot(p.named_parameters(), scheme, v, input_amax) for v, p in enumerate(policies)]
+    digests = []
+    for reload in range(RELOADS):
+        digests.append(engine.install(snaps[reload % 2]).digest == snaps[reload % 2].digest)
+    version = (RELOADS - 1) % 2
+    requests = [Request(tuple(range(3 + i, 9 + i)), 4, 100 * i) for i in range(8)]
+    rollouts = engine.generate(requests, Sampling(1.0, 24, (1,)), version)
+    reference = TransformersSampler(CONFIG.to_dict(), scheme)
+    reference.install(snaps[version])
+    gaps = torch.cat([(reference.score(r) - torch.tensor(r.logprobs)).abs() for r in rollouts])
+    plain = TransformersSampler(CONFIG.to_dict(), Scheme.preset("bf16"))
+    plain.install(snapshot(policies[version].named_parameters(), plain.scheme, version))
+    kl = torch.cat([torch.tensor(r.logprobs) - plain.score(r) for r in rollouts])
+    print(
+        json.dumps(
+            {
+                "digests": digests,
+                "tokens": len(gaps),
+                "gap_mean": float(gaps.mean()),
+                "gap_median": float(gaps.median()),
+                "gap_max": float(gaps.max()),
+                "k1": float(kl.mean()),
+                "changed": float(kl.abs().mean()),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
