@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlq.checkpoint import bf16_checkpoint, canonical_name
@@ -53,6 +53,7 @@ def test_other_names_are_left_alone(plain):
     assert canonical_name(plain) == plain
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(["_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"]), max_size=4))
 def test_any_nesting_gives_the_canonical_name_and_stripping_is_idempotent(wrappers):
     name = canonical_name(".".join([*wrappers, NAME]))

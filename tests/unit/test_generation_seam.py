@@ -4,7 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlq.errors import SamplerError
@@ -32,6 +32,7 @@ def test_consecutive_equal_prompts_become_one_request():
     ]
 
 
+@settings(deadline=None)
 @given(prompts_of)
 def test_requests_ask_for_the_prompts_in_order(prompts):
     requests = group_requests(prompts, base=0)
@@ -39,6 +40,7 @@ def test_requests_ask_for_the_prompts_in_order(prompts):
     assert all(a.prompt_ids != b.prompt_ids for a, b in itertools.pairwise(requests))
 
 
+@settings(deadline=None)
 @given(prompts_of, st.integers(0, 2**62))
 def test_seeds_are_unique_over_all_completions_and_fit_a_signed_64_bit_integer(prompts, base):
     seeds = seeds_of(group_requests(prompts, base))
