@@ -184,15 +184,18 @@ def test_curves_are_drawn_in_every_panel(one_run):
     assert [panel.sum() > 100 for panel in panels] == [True] * 6
 
 
-def test_curves_of_several_runs_show_each_of_them(one_run, tmp_path):
-    two = draw(tmp_path / "two.png", fp8=history(20), bf16=history(20, reward=0.1, scale=0.5))
-    assert two.shape == one_run.shape
-    # The default colour cycle: blue for the first line of a panel, orange for the second.
-    orange = np.array([255, 127, 14])
-    reward_panel = np.s_[:412, :550]
-    near = [(np.abs(p[reward_panel] - orange).max(-1) < 20).sum() for p in (one_run, two)]
-    assert near[0] == 0
-    assert near[1] > 20
+def warm(pixels: np.ndarray) -> int:
+    """Orange pixels of the reward panel: the second colour of the default cycle, where the first is blue."""
+    red, _, blue = np.moveaxis(pixels[:412, :550], -1, 0)
+    return int((red - blue > 100).sum())
+
+
+def test_curves_of_several_runs_have_one_colour_per_arm(one_run, tmp_path):
+    same_arm = draw(tmp_path / "arm.png", **{"fp8 0": history(20), "fp8 1": history(20, reward=0.1)})
+    two_arms = draw(tmp_path / "arms.png", **{"fp8 0": history(20), "bf16 0": history(20, reward=0.1, scale=0.5)})
+    assert two_arms.shape == one_run.shape
+    assert warm(one_run) == warm(same_arm) == 0
+    assert warm(two_arms) > 20
 
 
 def test_curves_survive_gaps_zeros_and_runs_that_never_logged(tmp_path):
