@@ -185,7 +185,7 @@ def _local_global(runs, largest):
     for b in range(runs.shape[0]):
         top = I32(max(top, runs[b]))
     amax = float_of(top) if top < EXPONENT else NAN
-    scale = largest / (SMALLEST if amax < SMALLEST else amax)
+    scale = F32(1) / (SMALLEST if amax < SMALLEST else amax) * largest
     return F32(1) if np.isinf(scale) else scale
 
 

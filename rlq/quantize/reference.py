@@ -5,7 +5,7 @@ scale) and all arithmetic in fp32:
 
     fp32 scales     scale = amax / max_finite                                  value = code * scale
     MX (OCP 1.0)    scale = 2^(floor(log2 amax) - floor(log2 max_finite))      value = code * scale
-    NVFP4           g = 448 * 6 / amax(tensor)
+    NVFP4           g = (1 / amax(tensor)) * (448 * 6)
                     scale = E4M3(amax / 6 * g)                                 value = code * (scale / g)
 
 Codes are computed against the scale as it is stored. Divisions are true divisions: dividing by a Python scalar becomes
@@ -54,13 +54,14 @@ def tensor_scale(amax: torch.Tensor, scheme: TensorScheme) -> torch.Tensor:
         scheme: one for which `spans_tensor` holds.
 
     Returns:
-        fp32, shape of `amax`. NVFP4's is compressed-tensors' divisor 448 * 6 / amax, and 1 where that overflows.
+        fp32, shape of `amax`. NVFP4's is compressed-tensors' divisor 448 * 6 / amax, and 1 where that overflows; like
+        theirs it is rounded twice, as (1 / amax) * 2688.
     """
     amax = torch.where(amax.isfinite(), amax, torch.nan)
     if scheme.block_format is None:
         return _fp32_scale(amax, scheme.element)
     largest = ELEMENTS[scheme.block_format.scale].max_finite * scheme.element.max_finite
-    scale = torch.tensor(largest, device=amax.device) / amax.clamp(min=TINY)
+    scale = amax.clamp(min=TINY).reciprocal() * largest
     return torch.where(scale.isinf(), 1.0, scale)
 
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from rlq.errors import ConfigError, SnapshotError
 from rlq.formats import BLOCKS, ELEMENTS
-from rlq.quantize import QuantizedTensor, dispatch, fake_quantize, quantize, quantize_activations, reference
+from rlq.quantize import QuantizedTensor, cpu, dispatch, fake_quantize, quantize, quantize_activations, reference
 from rlq.schemes import TensorScheme
 
-SCHEMES = (
-    "fp8.tensor fp8.channel fp8.token fp8.group128 fp8.block128x128 fp8.block32x48 fp8.group24 fp8_e5m2.channel "
-    "fp8_e5m2.tensor int8.channel int8.tensor int8.group64 int4.group128 int4.group32 int4.channel nvfp4 mxfp4 mxfp8"
-).split()
+SCHEMES = ["fp8.tensor", "fp8.channel", "fp8.token", "fp8.group128", "fp8.block128x128", "fp8.block32x48"]
+SCHEMES += ["fp8.group24", "fp8_e5m2.channel", "fp8_e5m2.tensor", "int8.channel", "int8.tensor", "int8.group64"]
+SCHEMES += ["int4.group128", "int4.group32", "int4.channel", "nvfp4", "mxfp4", "mxfp8"]
 SHAPES = [(64, 256), (130, 7), (1, 128), (100, 100), (5, 33), (192, 320), (576, 130), (3, 1)]
 F32 = np.float32
 
@@ -45,7 +45,7 @@ def oracle(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
     codes, values = np.zeros(x.shape, np.int64), np.zeros(x.shape, F32)
     tile_rows, tile = scheme.tile(*x.shape)
     top = np.abs(x).max() if x.size else F32(0)
-    global_scale = F32(448 * 6) / max(top, np.finfo(F32).tiny)
+    global_scale = F32(1) / max(top, np.finfo(F32).tiny) * F32(448 * 6)
     global_scale = F32(1) if np.isinf(global_scale) else global_scale
     for i in range(0, x.shape[0], tile_rows):
         for j in range(0, x.shape[1], tile):
@@ -111,17 +111,25 @@ def test_oracle(name, shape):
 def test_kernels_are_the_reference(name, dtype):
     scheme = TensorScheme.parse(name)
     wide = hard((96, 320), spread=6 if dtype == torch.float16 else 30).to(dtype)
-    threads = torch.get_num_threads()
     for x in (wide, wide.t(), wide[:, 1::2], wide.view(3, 32, 320), wide[:1], wide[:, :1], wide[0]):
         expected = reference.encode(x, scheme, given(x, scheme))
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            found = quantize(x, scheme)
-            assert same_bits(found.codes, expected.codes)
-            assert same_bits(found.scale, expected.scale)
-            assert same_bits(found.dequantize(), reference.decode(expected, torch.float32))
-            assert same_bits(found.dequantize(dtype), reference.decode(expected, dtype))
-        torch.set_num_threads(threads)
+        found = quantize(x, scheme)
+        assert same_bits(found.codes, expected.codes)
+        assert same_bits(found.scale, expected.scale)
+        assert same_bits(found.dequantize(), reference.decode(expected, torch.float32))
+        assert same_bits(found.dequantize(dtype), reference.decode(expected, dtype))
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_threads_change_nothing(name, monkeypatch):
+    x = hard((257, 320)).to(torch.bfloat16)
+    alone = quantize(x, name)
+    monkeypatch.setattr(cpu, "PER_THREAD", 1000)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    shared = quantize(x, name)
+    assert same_bits(alone.codes, shared.codes)
+    assert same_bits(alone.scale, shared.scale)
+    assert same_bits(alone.dequantize(), shared.dequantize())
 
 
 def given(x: torch.Tensor, scheme: TensorScheme) -> torch.Tensor | None:
@@ -230,6 +238,40 @@ def test_scales_are_those_of_the_field():
     # floor(log2 896) - 2 = 7, and one more because 896 = 1.75 * 2^9
     assert quantize(x, "mxfp4").scale.tolist() == [[127 + 8], [127 + 1]]
     q = quantize(x, "nvfp4")
-    assert q.global_scale.tolist() == [2688 / 896]
+    assert q.global_scale.tolist() == [float(F32(1) / F32(896) * F32(2688))]
     assert q.scale.float()[0].tolist() == [448.0, 0.125]
     assert set(BLOCKS) == {"nvfp4", "mxfp4", "mxfp8"}
+
+
+@pytest.mark.parametrize(
+    ("x", "scheme", "error", "match"),
+    [
+        (torch.tensor(1.0), "fp8.tensor", ConfigError, "0-d"),
+        (torch.ones(4, 4, dtype=torch.int32), "fp8.channel", ConfigError, "int32"),
+        (torch.ones(4, 4), "fp9.channel", ConfigError, "fp8, fp8_e5m2, int8, int4, nvfp4"),
+        (torch.ones(4, 4), "fp8.column", ConfigError, "tensor, channel, token, group<N>"),
+        (torch.ones(4, 4), "fp8", ConfigError, "granularity ''"),
+        (torch.ones(4, 4), "fp8.group0", ConfigError, "group0"),
+        (torch.ones(4, 4), "nvfp4.channel", ConfigError, "fixed"),
+    ],
+)
+def test_bad_arguments_are_refused(x, scheme, error, match):
+    with pytest.raises(error, match=match):
+        quantize(x, scheme)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_non_finite_weights_are_refused_and_counted(name, bad):
+    x = torch.randn(40, 48)
+    x[3, 7] = x[39, 47] = bad
+    with pytest.raises(SnapshotError, match="2 non-finite values"):
+        quantize(x, name)
+    if reference.spans_tensor(TensorScheme.parse(name)):
+        with pytest.raises(SnapshotError, match="2 non-finite values"):
+            quantize(x, name, amax=4.0)
+        with pytest.raises(SnapshotError, match="amax"):
+            quantize(torch.ones(4, 4), name, amax=bad)
+    else:
+        with pytest.raises(ConfigError, match="amax means nothing"):
+            quantize(x, name, amax=4.0)
