@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlq.publish import snapshot
 from rlq.schemes import Scheme
 from rlq.types import Request, Sampling
-from samplers import engine
+from samplers import engine, storage
 from samplers.options import SamplerConfig
 from samplers.pool import SamplerPool
 from samplers.reference import TransformersSampler
@@ -29,6 +29,7 @@ class StockVllm(engine.VllmSampler):
 
     def __init__(self, *args):
         engine._method_config = lambda scheme, options: None  # type: ignore[assignment]
+        storage.expected_specs = lambda model: {}
         super().__init__(*args)
         self.version = 0
 
