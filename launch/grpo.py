@@ -49,10 +49,13 @@ def run(plan, sampler_config) -> None:
 
     if not ray.is_initialized():
         ray.init(include_dashboard=False, logging_level=logging.WARNING)
-    if plan.run.learner_num_workers == 1:
-        learn(plan, sampler_config)
-    else:
-        learn_on_ranks(plan)
+    try:
+        if plan.run.learner_num_workers == 1:
+            learn(plan, sampler_config)
+        else:
+            learn_on_ranks(plan)
+    finally:
+        ray.shutdown()  # also stops the forwarding of workers' output, so that the last line is ours
 
 
 def learn(plan, sampler_config, *, is_main: bool = True) -> None:

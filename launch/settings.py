@@ -15,10 +15,11 @@ from samplers.options import SamplerConfig
 from trainers.checkpoints import resolve_resume
 from trainers.compat import TrlParser
 from trainers.learner import LearnerPlan, load_rewards
+from trainers.observe import ObserveConfig
 from trainers.options import QuantGRPOConfig, RunConfig
 from trainers.tracking import records
 
-CONFIGS: Any = (RunConfig, QuantGRPOConfig, SamplerConfig, BridgeConfig)
+CONFIGS: Any = (RunConfig, QuantGRPOConfig, SamplerConfig, BridgeConfig, ObserveConfig)
 # Where Ray unpacks the working directory of a job; nothing written there outlives it.
 RAY_COPY = "runtime_resources/working_dir_files"
 
@@ -84,10 +85,12 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_plan(
-    configs: tuple[RunConfig, QuantGRPOConfig, SamplerConfig, BridgeConfig], given: dict[str, Any], root: Path
+    configs: tuple[RunConfig, QuantGRPOConfig, SamplerConfig, BridgeConfig, ObserveConfig],
+    given: dict[str, Any],
+    root: Path,
 ) -> tuple[LearnerPlan, SamplerConfig]:
     """Check what can be checked without a model, create the run directory and write its `config.yaml`."""
-    run, grpo, sampler, bridge = configs
+    run, grpo, sampler, bridge, observe = configs
     scheme, correction = sampler.scheme(), bridge.correction()
     load_rewards(run.reward_funcs)
     model_path = resolve_model(run.model_name_or_path, root)
@@ -101,7 +104,7 @@ def build_plan(
     resolved = given | {"output_dir": str(run_dir)}
     write_config(run_dir, resolved)
     grpo.output_dir = str(checkpoints)
-    return LearnerPlan(run, grpo, scheme, correction, run_dir, model_path, resume, resolved), sampler
+    return LearnerPlan(run, grpo, observe, scheme, correction, run_dir, model_path, resume, resolved), sampler
 
 
 def resolve_run_dir(grpo: QuantGRPOConfig, root: Path) -> Path:

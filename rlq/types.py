@@ -108,6 +108,10 @@ class Sampler(Protocol):
         """Return `num_samples` rollouts per request, in request order, all from `version`; SamplerError otherwise."""
         ...
 
+    def switch(self, scheme: Scheme) -> None:
+        """Serve another scheme from the next install on, and nothing until then."""
+        ...
+
     def close(self) -> None:
         """Release engines and processes."""
         ...

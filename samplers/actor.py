@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from rlq.publish import PackedSnapshot, unpack
+from rlq.schemes import Scheme
 from rlq.types import InstallReport, Request, Rollout, Sampler, Sampling
 
 
@@ -15,10 +16,11 @@ class SamplerActor:
     Args:
         factory: called with `args` in the actor's process.
         args: picklable arguments.
+        scheme: passed to the factory beside them.
     """
 
-    def __init__(self, factory: Callable[..., Sampler], args: tuple):
-        self.sampler = factory(*args)
+    def __init__(self, factory: Callable[..., Sampler], args: tuple, scheme: Scheme):
+        self.sampler = factory(*args, scheme=scheme)
 
     def where(self) -> tuple[str, int]:
         """Host name and process id, for messages and for the tests that kill it."""

@@ -1,6 +1,7 @@
 """One vLLM engine behind the `Sampler` protocol: install published weights, sample token ids with their log-probs."""
 
 import json
+import logging
 import os
 import tempfile
 import time
@@ -39,12 +40,14 @@ class VllmSampler:
 
     Args:
         model_config: `config.json` of the learner's model, as a dict.
-        scheme: model scheme; snapshots of another one are refused.
         options: engine settings.
+        scheme: model scheme; snapshots of another one are refused.
     """
 
-    def __init__(self, model_config: dict, scheme: Scheme, options: EngineOptions):
+    def __init__(self, model_config: dict, options: EngineOptions, scheme: Scheme):
         os.environ.update({k: v for k, v in CPU_ENVIRONMENT.items() if k not in os.environ})
+        # torch tells vLLM's custom operators that triton is missing, which on a CPU it always is.
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
         from vllm import LLM
 
         from . import plugin, storage
@@ -110,6 +113,10 @@ class VllmSampler:
         self.version, self.broken = snap.version, None
         seconds = time.perf_counter() - start
         return InstallReport(snap.version, digest, len(snap.tensors), ship_s=0.0, install_s=seconds, pause_s=seconds)
+
+    def switch(self, scheme: Scheme) -> None:
+        """An engine serves one scheme for life; a pool replaces its engines."""
+        raise SamplerError(f"a single engine cannot switch to {scheme.name!r}; use a SamplerPool")
 
     def digest(self) -> str:
         """Digest of the tensors that the engine holds now."""

@@ -64,7 +64,7 @@ class SamplerPool:
 
     Args:
         factory: builds a sampler in the actor's process.
-        args: its picklable arguments.
+        args: its picklable arguments; it is called with these and `scheme`.
         scheme: what the samplers serve.
         options: size and patience.
 
@@ -94,7 +94,7 @@ class SamplerPool:
             startup_timeout_s=config.sampler_startup_timeout_s,
         )
         scheme = config.scheme()
-        return cls(VllmSampler, (model_config, scheme, config.engine()), scheme, options)
+        return cls(VllmSampler, (model_config, config.engine()), scheme, options)
 
     def _reserve(self):
         """Reserve one bundle per actor, or say at once what the cluster lacks."""
@@ -122,7 +122,7 @@ class SamplerPool:
                 runtime_env={"env_vars": QUIET | {"OMP_NUM_THREADS": str(max(1, int(o.num_cpus)))}},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=index),
             )
-            .remote(self._factory, self._args)
+            .remote(self._factory, self._args, self.scheme)
         )
 
     def _await_start(self) -> None:
@@ -175,6 +175,13 @@ class SamplerPool:
                 f"two snapshots of {nbytes / 2**20:.0f} MiB do not fit the object store ({size / 2**20:.0f} MiB); "
                 "start Ray with a larger --object-store-memory"
             )
+
+    def switch(self, scheme: Scheme) -> None:
+        """Start fresh actors for another scheme; they serve nothing until the next install."""
+        self.scheme, self.version, self._snapshot = scheme, None, None
+        for member in self._members:
+            ray.kill(member.actor)
+            member.actor, member.where = self._spawn(member.index), "not started"
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Rollout]:
         """Sample on all actors; a chunk whose actor dies runs again, with the same seeds, on a fresh one.

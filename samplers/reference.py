@@ -7,35 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from rlq.emulate import emulate, load_snapshot
 from rlq.errors import SamplerError, SnapshotError
-from rlq.linear import emulated_linear, quantize_heads
+from rlq.linear import quantize_heads
 from rlq.publish import Snapshot, check_specs, snapshot
-from rlq.quantize import QuantizedTensor
-from rlq.quantize.model import INPUT_GLOBAL_SCALE, INPUT_SCALE
-from rlq.schemes import LayerScheme, Scheme
+from rlq.schemes import Scheme
 from rlq.types import InstallReport, Request, Rollout, Sampling
-
-
-class EmulatedLinear(torch.nn.Module):
-    """A linear layer that holds published tensors and multiplies through `rlq.linear.emulated_linear`."""
-
-    def __init__(self, linear: torch.nn.Linear, scheme: LayerScheme):
-        super().__init__()
-        self.scheme = scheme
-        self.input_scale: torch.Tensor | None = None
-        self.weight = torch.nn.Parameter(torch.empty_like(linear.weight), requires_grad=False)
-        self.bias = linear.bias
-
-    def load(self, wire: dict[str, torch.Tensor]) -> None:
-        """Take the layer's wire tensors."""
-        assert self.scheme.weights is not None
-        weight = QuantizedTensor.from_wire(wire, self.scheme.weights, self.weight.shape[1])
-        self.weight.copy_(weight.dequantize(self.weight.dtype))
-        self.input_scale = wire.get(INPUT_SCALE, wire.get(INPUT_GLOBAL_SCALE))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply."""
-        return emulated_linear(x, self.weight, self.bias, self.scheme.activations, self.input_scale)
 
 
 class RoundedCache(DynamicCache):
@@ -60,10 +37,14 @@ class TransformersSampler:
     """
 
     def __init__(self, model_config: dict, scheme: Scheme):
-        config = CONFIG_MAPPING[model_config["model_type"]].from_dict(
+        self.config = CONFIG_MAPPING[model_config["model_type"]].from_dict(
             {k: v for k, v in model_config.items() if k != "quantization_config"}
         )
-        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+        self.switch(scheme)
+
+    def switch(self, scheme: Scheme) -> None:
+        """Build the model anew for `scheme`; it serves nothing until the next install."""
+        self.model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32).eval().requires_grad_(False)
         self.scheme = scheme
         self.version: int | None = None
         # Only names and shapes matter here, so any calibration does.
@@ -140,27 +121,3 @@ class TransformersSampler:
 
     def close(self) -> None:
         """Nothing to release."""
-
-
-def emulate(model: torch.nn.Module, scheme: Scheme) -> None:
-    """Replace, in place, every linear that `scheme` quantizes by an `EmulatedLinear`."""
-    for name, module in list(model.named_modules()):
-        layer = scheme.layer(name)
-        if isinstance(module, torch.nn.Linear) and layer.weights is not None:
-            model.set_submodule(name, EmulatedLinear(module, layer))
-
-
-@torch.no_grad()
-def load_snapshot(model: torch.nn.Module, snap: Snapshot) -> None:
-    """Load a snapshot into a model prepared by `emulate`."""
-    modules = dict(model.named_modules())
-    wires: dict[EmulatedLinear, dict[str, torch.Tensor]] = {}
-    for name, tensor in snap.tensors.items():
-        owner, _, leaf = name.rpartition(".")
-        module = modules[owner]
-        if isinstance(module, EmulatedLinear) and leaf != "bias":
-            wires.setdefault(module, {})[leaf] = tensor
-        else:
-            module.get_parameter(leaf).copy_(tensor)
-    for module, wire in wires.items():
-        module.load(wire)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlq.errors import SamplerError
+from rlq.errors import SamplerError, SnapshotError
 from rlq.publish import Snapshot, TensorSpec, check_specs
 from rlq.schemes import Scheme
 from rlq.types import InstallReport, Request, Rollout, Sampling
@@ -47,6 +47,8 @@ class ScriptedSampler:
 
     def install(self, snap: Snapshot) -> InstallReport:
         """Check like an engine does, then remember the version."""
+        if snap.scheme != self.scheme:
+            raise SnapshotError(f"snapshot is {snap.scheme.name!r}, this sampler serves {self.scheme.name!r}")
         check_specs(snap.specs, self.script.specs)
         self.version = None
         self._maybe_die("install", snap.version)
@@ -75,6 +77,10 @@ class ScriptedSampler:
             for r in requests
             for i in range(r.num_samples)
         ]
+
+    def switch(self, scheme: Scheme) -> None:
+        """Serve another scheme, and nothing until the next install."""
+        self.scheme, self.version = scheme, None
 
     def close(self) -> None:
         """Nothing to release."""

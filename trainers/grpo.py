@@ -11,10 +11,12 @@ from transformers import TrainerCallback
 
 from rlq.bridge import Correction, correct
 from rlq.errors import SamplerError
+from rlq.schemes import Scheme
 from rlq.types import Sampler
 
 from .compat import GRPOTrainer
 from .generation import SamplerGeneration
+from .observe import Observer, ScoredBatch
 from .options import QuantGRPOConfig
 
 
@@ -40,7 +42,8 @@ class QuantGRPOTrainer(GRPOTrainer):
         self.use_vllm, self.vllm_mode, self._last_loaded_step = True, "server", -1
         self.vllm_generation = SamplerGeneration(self, samplers)
         self.add_callback(VersionLag(self))
-        self._reducer = AccelerateReducer(self.accelerator) if self.accelerator.num_processes > 1 else None
+        self.reducer = AccelerateReducer(self.accelerator) if self.accelerator.num_processes > 1 else None
+        self.observer: Observer | None = None
 
     @property
     def completion_limit(self) -> int:
@@ -68,7 +71,7 @@ class QuantGRPOTrainer(GRPOTrainer):
         if "tool_mask" in out:
             mask &= out["tool_mask"].bool()
         learner, sampler = out["old_per_token_logps"], out["sampling_per_token_logps"]
-        bridge = correct(learner, sampler, mask, self.correction, reduce=self._reducer)
+        bridge = correct(learner, sampler, mask, self.correction, reduce=self.reducer)
         self._refuse_nonfinite(bridge.metrics)
         stay = bridge.finite if self.correction.denominator == "fixed" else bridge.keep
         # A factor of 1 where there is no token: the vespo loss sums the logarithm of the ratio over the padding too.
@@ -79,7 +82,20 @@ class QuantGRPOTrainer(GRPOTrainer):
         out["num_items_in_batch"] = torch.tensor(bridge.denominator, device=mask.device)
         self.log_rlq(bridge.metrics)
         self.log_rlq({"time/bridge_s": time.perf_counter() - start})
+        if self.observer is not None and self.in_training:
+            self.observer.scored(ScoredBatch(out, learner, sampler, mask, bridge))
         return out
+
+    def observe(self, observer: Observer) -> None:
+        """Let `observer` look at every training batch."""
+        self.observer = observer
+        self.add_callback(observer)
+
+    def switch_scheme(self, scheme: Scheme) -> None:
+        """Sample under another scheme from the next publish on."""
+        if self.vllm_generation.samplers is not None:
+            self.vllm_generation.samplers.switch(scheme)
+        self._last_loaded_step = -1  # publish again even if no step lies in between
 
     def _refuse_nonfinite(self, metrics: dict[str, float]) -> None:
         bad, good = metrics["nonfinite_tokens"], metrics["tokens"]

@@ -12,13 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, P
 from transformers.utils.logging import disable_progress_bar
 
 from rlq.bridge import Correction
-from rlq.errors import ConfigError
+from rlq.errors import ConfigError, SamplerError
 from rlq.publish import snapshot, write_directory
 from rlq.schemes import Scheme
 from rlq.types import Sampler
 
 from .checkpoints import CheckpointMarker
 from .grpo import QuantGRPOTrainer
+from .observe import ObserveConfig, Observer, RewardTap
 from .options import QuantGRPOConfig, RunConfig
 from .tasks import DATASETS, REWARDS
 from .tracking import curves, records, wandb_run
@@ -33,6 +34,8 @@ class LearnerPlan:
     """What is trained on what."""
     grpo: QuantGRPOConfig
     """TRL's settings; `output_dir` is the run's checkpoint directory."""
+    observe: ObserveConfig
+    """What to look at besides."""
     scheme: Scheme
     """Scheme of the samplers."""
     correction: Correction
@@ -100,9 +103,10 @@ def build_trainer(plan: LearnerPlan, samplers: Sampler | None) -> QuantGRPOTrain
     disable_progress_bar()  # transformers draws one for each 2 MB file
     # fp32 masters: what is published is their bf16 cast.
     model = AutoModelForCausalLM.from_pretrained(plan.model_path, dtype=torch.float32)
+    taps = [RewardTap(function) for function in load_rewards(plan.run.reward_funcs)]
     trainer = QuantGRPOTrainer(
         model=model,
-        reward_funcs=load_rewards(plan.run.reward_funcs),
+        reward_funcs=list(taps),
         args=plan.grpo,
         train_dataset=load_dataset(plan.run, plan.grpo.seed),
         processing_class=AutoTokenizer.from_pretrained(plan.model_path),
@@ -110,6 +114,7 @@ def build_trainer(plan: LearnerPlan, samplers: Sampler | None) -> QuantGRPOTrain
         correction=plan.correction,
         callbacks=[RunRecorder(plan.run_dir), CheckpointMarker()],
     )
+    trainer.observe(Observer(trainer, plan.observe, plan.scheme, plan.run_dir, taps))
     for callback in (PrinterCallback, ProgressCallback):  # rlq has its own display
         trainer.remove_callback(callback)
     return trainer
@@ -131,6 +136,8 @@ def train(plan: LearnerPlan, samplers: Sampler | None) -> None:
 
         Console(width=100).print(summary_table(history))
     trainer.end()
+    if trainer.observer is not None and trainer.observer.stopped:
+        raise SamplerError(f"the guard ended the run ({trainer.observer.stopped}); resume from its checkpoint")
 
 
 def save_final(trainer: QuantGRPOTrainer, plan: LearnerPlan, state: dict[str, torch.Tensor] | None) -> None:

@@ -38,6 +38,10 @@ def history(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def arguments_of_a_short_run() -> tuple[str, ...]:
+    return ("--max_steps", "12", "--save_steps", "4", "--save_total_limit", "5")
+
+
 def without_clocks(records: list[dict]) -> list[dict]:
     return [{k: v for k, v in r.items() if not k.endswith(CLOCKS)} for r in records]
 
@@ -46,7 +50,7 @@ def without_clocks(records: list[dict]) -> list[dict]:
 def finished(tmp_path_factory) -> tuple[Path, str]:
     """A 12-step FP8 run with checkpoints at 4, 8 and 12."""
     run_dir = tmp_path_factory.mktemp("runs") / "fp8"
-    return run_dir, finish(launch(run_dir, "--max_steps", "12", "--save_steps", "4", "--save_total_limit", "5"))
+    return run_dir, finish(launch(run_dir, *arguments_of_a_short_run()))
 
 
 @pytest.mark.slow
@@ -87,7 +91,7 @@ def test_the_final_fp8_checkpoint_is_the_quantized_final_policy(finished):
 def test_the_same_seed_gives_the_same_run_and_resuming_changes_nothing(finished, tmp_path):
     """A second run is cut after its checkpoint at step 4 is followed by a few steps, then resumed to the end."""
     run_dir, _ = finished
-    flags = ("--max_steps", "12", "--save_steps", "4", "--save_total_limit", "5")
+    flags = arguments_of_a_short_run()
     process = launch(tmp_path / "twin", *flags, start_new_session=True)
     deadline = time.monotonic() + 300
     while not (tmp_path / "twin/checkpoints/checkpoint-8/rlq_checkpoint.json").exists():

@@ -37,7 +37,7 @@ def snap(version: int, value: float = 1.0) -> Snapshot:
 def make_pool(*, count: int = 2, restarts: int = 2, **faults) -> SamplerPool:
     script = Script(specs=snap(0).specs, **faults)
     options = PoolOptions(num_samplers=count, max_restarts=restarts, call_timeout_s=60)
-    return SamplerPool(ScriptedSampler, (script, FP8), FP8, options)
+    return SamplerPool(ScriptedSampler, (script,), FP8, options)
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +113,18 @@ def test_restarts_are_bounded():
     pool.close()
 
 
+def test_after_a_switch_the_pool_serves_the_other_scheme_only():
+    pool = make_pool(count=1)
+    pool.install(snap(1))
+    bf16 = Scheme.preset("bf16")
+    pool.switch(bf16)
+    with pytest.raises(SamplerError, match="asked for version 1, serving None"):
+        pool.generate(REQUESTS, SAMPLING, version=1)
+    with pytest.raises(SnapshotError, match="snapshot is 'fp8', this sampler serves 'bf16'"):
+        pool.install(snap(1))
+    pool.close()
+
+
 def test_an_actor_killed_while_generating_is_replaced_and_nothing_is_lost(caplog):
     pool = make_pool(call_s=1.5)
     pool.install(snap(1))
@@ -141,9 +153,9 @@ def test_capacity_counts_every_resource():
 
 
 def test_an_actor_that_cannot_start_names_its_own_error():
-    factory: Any = int
-    pool = SamplerPool(factory, ("not a number",), FP8, PoolOptions(num_samplers=1))
-    with pytest.raises(SamplerError, match=r"could not start: .*invalid literal for int"):
+    factory: Any = dict
+    pool = SamplerPool(factory, ("no pairs",), FP8, PoolOptions(num_samplers=1))
+    with pytest.raises(SamplerError, match=r"could not start: ValueError: dictionary update sequence"):
         pool.install(snap(0))
 
 

@@ -1,0 +1,282 @@
+"""What a run looks at besides training: dumps, breakdowns, shadow estimators, gap attribution and the guard.
+
+Everything here reads the batch that the score seam has just corrected; nothing changes it. Only the guard acts, on what
+comes after: the correction, the samplers' scheme, or the end of the run.
+
+Axes: B completions on this rank, T completion tokens (padded).
+"""
+
+import dataclasses
+import functools
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback
+
+from rlq.bridge import (
+    BridgeOutput,
+    Correction,
+    Guard,
+    GuardRule,
+    Rollouts,
+    bias_audit,
+    breakdown,
+    gap_attribution,
+    shadow,
+    shadow_metrics,
+    tightened,
+    worst_tokens,
+    write_rollouts,
+)
+from rlq.errors import ConfigError
+from rlq.schemes import Scheme
+
+from .quantized_learner import quantized_copy, score, without_worst_modules
+
+if TYPE_CHECKING:
+    from .grpo import QuantGRPOTrainer
+
+logger = logging.getLogger(__name__)
+
+PROMOTED_FRACTION = 0.1  # of the quantized modules, per `promote_layers`
+
+
+@dataclass(frozen=True)
+class ObserveConfig:
+    """What to look at and how often; 0 is never."""
+
+    dump_every: int = field(
+        default=0, metadata={"help": "Write rollouts/step-N.parquet every N steps, for rlq replay."}
+    )
+    breakdown_every: int = field(
+        default=0, metadata={"help": "Write breakdown.jsonl and worst_tokens.jsonl every N steps (and wandb tables)."}
+    )
+    shadow_corrections: list[str] | None = field(
+        default=None, metadata={"help": "Presets to evaluate beside the one that trains, such as trl/token_truncate."}
+    )
+    shadow_every: int = field(default=10, metadata={"help": "Evaluate them every N steps."})
+    gap_every: int = field(
+        default=0, metadata={"help": "Attribute the gap to quantization, engine, staleness every N."}
+    )
+    observe_sequences: int = field(default=64, metadata={"help": "Completions that shadows and attribution look at."})
+    guard: str = field(default="warn", metadata={"help": "off, warn, or act (tighten, promote, fall back, stop)."})
+
+    def __post_init__(self) -> None:
+        if self.guard not in ("off", "warn", "act"):
+            raise ConfigError(f"guard={self.guard!r} is not one of off, warn, act")
+        self.shadows()
+
+    def shadows(self) -> dict[str, Correction]:
+        """Name to correction; ConfigError for an unknown preset."""
+        return {name: Correction.preset(name) for name in self.shadow_corrections or ()}
+
+
+class RewardTap:
+    """A reward function that remembers what it returned, for dumps and the bias audit."""
+
+    def __init__(self, function: Callable[..., Sequence[float | None]]):
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.values: list[float] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Sequence[float | None]:
+        """Call and remember."""
+        result = self.function(*args, **kwargs)
+        self.values = [float("nan") if value is None else float(value) for value in result]
+        return result
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """A generation batch after the bridge."""
+
+    out: dict[str, Any]
+    """TRL's tensors: prompt_ids, completion_ids, their masks, advantages."""
+    learner: torch.Tensor
+    """(B, T) `old_logprobs`."""
+    sampler: torch.Tensor
+    """(B, T) `sampler_logprobs`."""
+    mask: torch.Tensor
+    """(B, T) bool."""
+    bridge: BridgeOutput
+    """What the bridge made of them."""
+
+
+class Observer(TrainerCallback):
+    """Looks at every scored batch.
+
+    Args:
+        trainer: whose batches.
+        config: what to look at.
+        scheme: what the samplers serve at first.
+        run_dir: where tables and dumps go.
+        taps: the reward functions.
+    """
+
+    def __init__(
+        self,
+        trainer: "QuantGRPOTrainer",
+        config: ObserveConfig,
+        scheme: Scheme,
+        run_dir: Path,
+        taps: Sequence[RewardTap],
+    ):
+        self.trainer, self.config, self.scheme, self.run_dir, self.taps = trainer, config, scheme, run_dir, taps
+        self.shadows = config.shadows()
+        self.guard = Guard(rules=_rules(config.guard))
+        self.guard_state = self.guard.start()
+        self.stopped: str | None = None  # why the guard ended the run
+        self._gap: tuple[ScoredBatch, torch.Tensor] | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """True on the rank that writes."""
+        return self.trainer.accelerator.is_main_process
+
+    def scored(self, batch: ScoredBatch) -> None:
+        """Called by the score seam in training."""
+        step = self.trainer.state.global_step
+        metrics = batch.bridge.metrics
+        if self.shadows and _due(step, self.config.shadow_every):
+            self._shadow(batch)
+        if _due(step, self.config.breakdown_every):
+            self._breakdown(batch, step)
+        if _due(step, self.config.dump_every):
+            self._dump(batch, step)
+        if _due(step, self.config.gap_every):
+            few = self._slice(batch)
+            model = quantized_copy(self.trainer, self.scheme, step)
+            self._gap = few, score(model, few.out, self.trainer.args.temperature)
+        if self.config.guard != "off":
+            self._guard(metrics, step)
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        """Attribution is taken where the learner stands when it learns, so that staleness is what the loss saw."""
+        if self._gap is None:
+            return
+        (few, quantized), self._gap = self._gap, None
+        now = score(self.trainer.model, few.out, self.trainer.args.temperature)
+        gap = gap_attribution(now, few.learner, quantized, few.sampler, few.mask, reduce=self.trainer.reducer)
+        self.trainer.log_rlq(gap.metrics())
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Carry out a stop: save, then end."""
+        if self.stopped:
+            control.should_save = control.should_training_stop = True
+        return control
+
+    def _slice(self, batch: ScoredBatch) -> ScoredBatch:
+        count = self.config.observe_sequences
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
+        out = {name: batch.out[name][:count] for name in names}
+        return ScoredBatch(out, batch.learner[:count], batch.sampler[:count], batch.mask[:count], batch.bridge)
+
+    def _shadow(self, batch: ScoredBatch) -> None:
+        few = self._slice(batch)
+        estimates = shadow(
+            few.learner,
+            few.sampler,
+            few.mask,
+            self.shadows,
+            active=self.trainer.correction,
+            advantages=few.out["advantages"],
+            reduce=self.trainer.reducer,
+        )
+        self.trainer.log_rlq(shadow_metrics(estimates))
+
+    def _rewards(self) -> torch.Tensor:
+        return torch.tensor([tap.values for tap in self.taps], dtype=torch.float64).nansum(0)
+
+    def _breakdown(self, batch: ScoredBatch, step: int) -> None:
+        advantages = batch.out["advantages"]
+        tables = breakdown(batch.bridge, batch.sampler, advantages=advantages, reduce=self.trainer.reducer)
+        assert self.trainer.args.num_generations is not None
+        groups = torch.arange(len(advantages)) // self.trainer.args.num_generations
+        rewards = self._rewards().to(advantages.device)
+        audit = bias_audit(batch.bridge, rewards, advantages=advantages, groups=groups.to(advantages.device))
+        self.trainer.log_rlq(audit.metrics())
+        if self.is_main:
+            rows = [row for table in tables.values() for row in table.rows()]
+            _append(self.run_dir / "breakdown.jsonl", [{"step": step, **row} for row in rows])
+            worst = worst_tokens(batch.bridge, batch.learner, batch.sampler, batch.out["completion_ids"])
+            _append(self.run_dir / "worst_tokens.jsonl", [{"step": step, **dataclasses.asdict(w)} for w in worst])
+            _wandb_table("breakdown", rows, step)
+
+    def _dump(self, batch: ScoredBatch, step: int) -> None:
+        count = len(batch.mask)
+        rollouts = Rollouts(
+            sampler_logprobs=batch.sampler.cpu(),
+            mask=batch.mask.cpu(),
+            old_logprobs=batch.learner.cpu(),
+            token_ids=batch.out["completion_ids"].cpu(),
+            reward=self._rewards(),
+            advantage=batch.out["advantages"].cpu(),
+            version=torch.full((count,), step),
+            step=torch.full((count,), step),
+            scheme=(self.scheme.name,) * count,
+        )
+        folder = self.run_dir / "rollouts"
+        folder.mkdir(exist_ok=True)
+        write_rollouts(folder / f"step-{step:06d}-rank-{self.trainer.accelerator.process_index}.parquet", rollouts)
+
+    def _guard(self, metrics: dict[str, float], step: int) -> None:
+        self.guard_state, decisions = self.guard.step(self.guard_state, metrics, step)
+        for decision in decisions:
+            if self.is_main:
+                logger.warning("guard: %s", decision.message)
+                _append(self.run_dir / "guard.jsonl", [decision.record()])
+                _wandb_alert(decision.message)
+            self._act(decision.action, decision.message)
+
+    def _act(self, action: str, message: str) -> None:
+        trainer = self.trainer
+        if action == "tighten":
+            trainer.correction = tightened(trainer.correction)
+        elif action == "promote_layers" and self.scheme.weights is not None:
+            self._switch(without_worst_modules(trainer, self.scheme, PROMOTED_FRACTION))
+        elif action == "fallback_bf16" and self.scheme.weights is not None:
+            self._switch(Scheme.preset("bf16"))
+        elif action == "stop":
+            self.stopped = message
+
+    def _switch(self, scheme: Scheme) -> None:
+        self.scheme = scheme
+        self.trainer.switch_scheme(scheme)
+
+
+def _rules(mode: str) -> tuple[GuardRule, ...]:
+    """The default rules, or the same with nothing but a warning."""
+    rules = Guard().rules
+    if mode == "act":
+        return rules
+    return tuple(dataclasses.replace(rule, actions=("warn",)) for rule in rules)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _append(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def _wandb_table(name: str, rows: list[dict[str, Any]], step: int) -> None:
+    import wandb
+
+    if wandb.run is not None and rows:
+        columns = list(rows[0])
+        table = wandb.Table(columns=[*columns], data=[[row[c] for c in columns] for row in rows])
+        wandb.run.log({f"train/rlq/{name}": table, "train/global_step": step})
+
+
+def _wandb_alert(message: str) -> None:
+    import wandb
+
+    if wandb.run is not None:
+        wandb.run.alert(title="rlq guard", text=message)

@@ -1,0 +1,73 @@
+"""The learner as the samplers see it: a copy with dequantized weights and rounded activations, and scores under it.
+
+Axes: B completions, P prompt tokens (padded left), T completion tokens (padded right).
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlq.checkpoint import bf16_checkpoint
+from rlq.emulate import emulate, load_snapshot
+from rlq.publish import snapshot
+from rlq.quantize import fake_quantize
+from rlq.schemes import Scheme
+
+if TYPE_CHECKING:
+    from .grpo import QuantGRPOTrainer
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Modules that engines fuse into one layer; they keep one scheme."""
+
+
+def quantized_copy(trainer: "QuantGRPOTrainer", scheme: Scheme, version: int) -> torch.nn.Module:
+    """Copy the learner's model and make it compute what a sampler of `scheme` computes at `version`."""
+    learner: Any = trainer.accelerator.unwrap_model(trainer.model)
+    snap = snapshot(learner.named_parameters(), scheme, version)
+    # Built anew: TRL has replaced the learner's forward, and a copy of that would still call the original.
+    model = AutoModelForCausalLM.from_config(learner.config, dtype=torch.float32).requires_grad_(False).eval()
+    emulate(model, scheme)
+    load_snapshot(model, snap)
+    return model.to(learner.device)
+
+
+@torch.no_grad()
+def score(model: Any, out: dict[str, torch.Tensor], temperature: float) -> torch.Tensor:
+    """Log-probs (B, T) in nats of the completions in a TRL batch, in fp32, teacher-forced."""
+    ids = torch.cat([out["prompt_ids"], out["completion_ids"]], dim=1)
+    attention = torch.cat([out["prompt_mask"], out["completion_mask"]], dim=1)
+    positions = (attention.cumsum(-1) - 1).clamp(min=0)
+    length = out["completion_ids"].shape[1]
+    logits = model(input_ids=ids, attention_mask=attention, position_ids=positions).logits[:, -length - 1 : -1]
+    log_p = torch.log_softmax(logits.float() / temperature, dim=-1)
+    return log_p.gather(-1, out["completion_ids"][..., None])[..., 0]
+
+
+def without_worst_modules(trainer: "QuantGRPOTrainer", scheme: Scheme, fraction: float) -> Scheme:
+    """Return `scheme` with the worst-quantized modules added to `ignore`, their fused siblings included.
+
+    Worst is the largest relative error ||w - Q(w)|| / ||w|| of the weight.
+    """
+    errors: dict[str, float] = {}
+    learner = trainer.accelerator.unwrap_model(trainer.model)
+    for name, weight in bf16_checkpoint(learner.named_parameters()).items():
+        module = name.removesuffix(".weight")
+        layer = scheme.for_module(module, weight.ndim) if module != name else None
+        if layer is not None:
+            w = weight.float()
+            errors[module] = float((w - fake_quantize(w, layer)).norm() / w.norm().clamp(min=1e-30))
+    count = max(1, round(fraction * len(errors)))
+    worst = sorted(errors, key=errors.__getitem__, reverse=True)[:count]
+    promoted = sorted({sibling for module in worst for sibling in siblings(module)})
+    return replace(scheme, ignore=(*scheme.ignore, *promoted))
+
+
+def siblings(module: str) -> list[str]:
+    """The module and those that share its fused layer."""
+    parent, _, leaf = module.rpartition(".")
+    for group in FUSED:
+        if leaf in group:
+            return [f"{parent}.{name}" for name in group]
+    return [module]
