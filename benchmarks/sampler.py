@@ -27,10 +27,10 @@ ROUNDS = 15
 class StockVllm(engine.VllmSampler):
     """vLLM without any quantization method, on the same settings; it keeps its dummy weights."""
 
-    def __init__(self, *args):
+    def __init__(self, *args, **kwargs):
         engine._method_config = lambda scheme, options: None  # type: ignore[assignment]
         storage.expected_specs = lambda model: {}
-        super().__init__(*args)
+        super().__init__(*args, **kwargs)
         self.version = 0
 
 

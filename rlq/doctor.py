@@ -1,11 +1,12 @@
 """`rlq doctor`: what this machine and its environment can and cannot run, with the mend beside each finding.
 
-Nothing heavy is imported: versions and owners come from installed metadata, the machine from the operating system, so
+Nothing heavy is imported but what the last check runs: versions and owners come from installed metadata, the machine from the operating system, so
 that a broken package is reported rather than met as a traceback.
 """
 
 import argparse
 import importlib.metadata
+import importlib.util
 import netrc
 import os
 import platform
@@ -14,6 +15,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,6 +82,7 @@ def diagnose() -> list[Check]:
         *_gpus(),
         _compiler(),
         _open_files(),
+        _kernels(),
         _wandb(),
     ]
 
@@ -227,6 +230,26 @@ def _compiler() -> Check:
     if path is None:
         return Check("g++", "warn", "missing: compiled engines on a CPU fail", "apt-get install g++")
     return Check("g++", "ok", path)
+
+
+def _kernels() -> Check:
+    """Runs the default scheme's quantizers once, which compiles them: later runs find them in the user's cache."""
+    if importlib.util.find_spec("torch") is None:
+        return Check("quantizers", "fail", "torch is missing", "make venv")
+    import torch
+
+    from .quantize import quantize, quantize_activations
+    from .schemes import TensorScheme
+
+    start = time.monotonic()
+    quantize(torch.ones(2, 32, dtype=torch.bfloat16), "fp8.channel").dequantize()
+    quantize_activations(torch.ones(2, 32), TensorScheme("fp8", "token"))
+    seconds = time.monotonic() - start
+    if importlib.util.find_spec("numba") is None:
+        return Check("quantizers", "warn", "plain torch, slow on a CPU", "pip install numba")
+    return Check(
+        "quantizers", "ok", f"numba, ready in {seconds:.1f} s" + (" (compiled, now cached)" if seconds > 5 else "")
+    )
 
 
 def _open_files() -> Check:

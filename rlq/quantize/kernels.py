@@ -16,6 +16,7 @@ import numpy as np
 from numba import njit
 
 from ..formats import ELEMENTS
+from .cache import cached_by_content
 from .reference import TINY, ZERO_BLOCK_SCALE, ZERO_TILE_SCALE
 from .simd import ABS, RUN, at, bits_of, float_of, part, prefetch, run_fill, run_top, wide
 
@@ -35,7 +36,11 @@ FP8, FP8_E5M2, FP4, INT8, INT4 = range(5)
 LARGEST = np.array([ELEMENTS[name].max_finite for name in ELEMENT_ORDER], np.float32)
 INT_MAGIC = F32(1.5 * 2**23)
 
-jit = njit(nogil=True, cache=True, error_model="numpy")
+
+def jit(function):
+    """Compile on first use and keep the result where every copy of rlq finds it."""
+    with cached_by_content():
+        return njit(nogil=True, cache=True, error_model="numpy")(function)
 
 
 @jit

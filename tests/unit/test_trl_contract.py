@@ -1,209 +1,40 @@
 """The seams of TRL that the trainer stands on. When a TRL upgrade moves one of them, this file fails and says which.
 
-First what the installed TRL looks like, then real optimizer steps on a CPU: the shipped model learns from a
-transformers sampler in the same process, and gradients are compared with the formula written out here.
+Real optimizer steps on a CPU: the shipped model learns from a transformers sampler in the same process, and gradients
+are compared with the formula written out here. What TRL looks like is in test_trl_seams.py.
 Axes: B completions, T completion tokens (padded).
 """
 
-import ast
 import functools
-import inspect
-import json
 import math
 import re
-import subprocess
-import sys
-import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+from grpo_steps import BATCH, EOS, GROUP, LENGTH, MODEL, THREE, TOKENIZER, build, reference_samplers
+from transformers import AutoModelForCausalLM
 
 from rlq.bridge import Correction, register_correction
 from rlq.errors import SamplerError
-from rlq.publish import Snapshot, tensor_digest
-from rlq.schemes import Scheme
-from rlq.types import InstallReport, Request, Rollout, Sampling
+from rlq.publish import tensor_digest
+from rlq.types import Rollout, Sampling
 from samplers.reference import TransformersSampler
 from trainers.checkpoints import CheckpointMarker, resolve_resume
 from trainers.compat import GRPOTrainer
-from trainers.generation import SamplerGeneration
-from trainers.grpo import QuantGRPOTrainer
-from trainers.options import QuantGRPOConfig
-from trainers.tasks import sort_digits_dataset
 from trainers.tracking import records
 from trainers.tracking.callback import RunRecorder
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "configs" / "models" / "sort_digits"
-TOKENIZER = AutoTokenizer.from_pretrained(MODEL)
-# Two end tokens: one of the two prompts of the first batch holds a 3 and the other does not, so that lengths differ.
-EOS, THREE = TOKENIZER.eos_token_id, TOKENIZER.convert_tokens_to_ids("3")
-BATCH, GROUP, LENGTH = 8, 4, 8
 # Losses that TRL knows and that read the ratio as a factor; vespo reads its logarithm and has a test of its own.
 LOSS_TYPES = ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo")
 
 
-# ---- what TRL looks like
-
-
-def test_the_learner_loads_no_module_of_vllm():
-    script = """
-        import sys
-        import trainers.compat, trainers.grpo
-        from trl import GRPOTrainer
-        assert trainers.compat.GRPOTrainer is GRPOTrainer
-        print([name for name in sys.modules if name.split(".")[0] == "vllm"])
-    """
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip().splitlines()[-1] == "[]"
-
-
-def test_the_score_seam_has_its_signature():
-    seam = inspect.signature(GRPOTrainer._generate_and_score_completions)
-    ours = inspect.signature(QuantGRPOTrainer._generate_and_score_completions)
-    assert list(seam.parameters) == list(ours.parameters) == ["self", "inputs"]
-
-
-def calls_on_the_client(function: Callable) -> dict[str, ast.Call]:
-    """Method name to call, for every `self.vllm_generation.<method>(...)` in a function."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    return {
-        node.func.attr: node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and ast.unparse(node.func.value) == "self.vllm_generation"
-    }
-
-
-def test_the_generation_seam_is_two_calls_that_our_object_answers():
-    calls = calls_on_the_client(GRPOTrainer._generate_single_turn)
-    assert set(calls) == {"sync_weights", "generate"}
-    for name, call in calls.items():
-        assert not call.args
-        keywords = {str(keyword.arg): None for keyword in call.keywords}
-        inspect.signature(getattr(SamplerGeneration, name)).bind(None, **keywords)
-    assert [k.arg for k in calls["generate"].keywords] == ["prompts", "images", "num_generations", "profiler"]
-
-
-def test_no_other_method_of_the_trainer_uses_the_client():
-    users = set()
-    for name, function in inspect.getmembers(GRPOTrainer, inspect.isfunction):
-        if function.__module__ == GRPOTrainer.__module__ and "vllm_generation" in inspect.getsource(function):
-            users.add(name)
-    # __init__ builds it when use_vllm is set, _generate serves rollout_func, the tool loop reads it in colocate mode.
-    assert users == {"__init__", "_generate", "_generate_single_turn", "_tool_call_loop"}
-
-
-# ---- real steps
-
-
-def token_sum(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-    """A reward that differs between almost any two completions, so that every group has advantages."""
-    return [float(sum(ids) % 7) for ids in completion_ids]
-
-
-class Edited:
-    """A sampler whose rollouts pass through `edit`. Equal weights, prompts and seeds draw equal tokens: drawn once."""
-
-    drawn: dict[tuple, list[Rollout]] = {}  # noqa: RUF012  (shared on purpose)
-
-    def __init__(self, sampler: TransformersSampler, edit: Callable[[list[Rollout]], list[Rollout]] = lambda r: r):
-        self.sampler, self.scheme, self.edit = sampler, sampler.scheme, edit
-        self.digest = ""
-        self.installed: list[int] = []
-        self.asked: list[Sampling] = []
-
-    def install(self, snap: Snapshot) -> InstallReport:
-        report = self.sampler.install(snap)
-        self.digest = snap.digest
-        self.installed.append(snap.version)
-        return report
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Rollout]:
-        self.asked.append(sampling)
-        key = (self.digest, tuple(requests), sampling, version)
-        if key not in self.drawn:
-            self.drawn[key] = self.sampler.generate(requests, sampling, version)
-        return self.edit(self.drawn[key])
-
-    def close(self) -> None:
-        pass
-
-
-class Steps(TrainerCallback):
-    """What each optimizer step saw: gradients, and the micro-batches they came from."""
-
-    def __init__(self):
-        self.gradients: list[dict[str, torch.Tensor]] = []
-        self.batches: list[list[dict[str, Any]]] = []
-        self.trainer: Any = None
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        named = self.trainer.model.named_parameters()
-        self.gradients.append({name: p.grad.clone() for name, p in named})
-        self.batches.append([dict(batch) for batch in self.trainer._buffered_inputs])
-
-
 @pytest.fixture(scope="module")
 def samplers() -> dict[str, TransformersSampler]:
-    config = json.loads((MODEL / "config.json").read_text())
-    return {name: TransformersSampler(config, Scheme.preset(name)) for name in ("bf16", "fp8")}
-
-
-def build(
-    samplers: dict[str, TransformersSampler],
-    output_dir: Path,
-    scheme: str = "bf16",
-    edit: Callable[[list[Rollout]], list[Rollout]] = lambda r: r,
-    correction: Correction | None = None,
-    callbacks: Sequence[TrainerCallback] = (),
-    eval_rows: int = 0,
-    **settings,
-) -> tuple[Any, Steps]:
-    """A trainer of the shipped model and the record of its steps; `settings` are those of QuantGRPOConfig."""
-    fixed = {
-        "output_dir": str(output_dir),
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "per_device_train_batch_size": BATCH,
-        "num_generations": GROUP,
-        "max_completion_length": LENGTH,
-        "max_steps": 1,
-        "learning_rate": 5e-4,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,  # gradients are compared, so nothing may rescale them
-        "save_strategy": "no",
-        "seed": 0,
-    }
-    model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    model.generation_config.eos_token_id = [EOS, THREE]
-    steps = Steps()
-    trainer = QuantGRPOTrainer(
-        model=model,
-        reward_funcs=[token_sum],
-        args=QuantGRPOConfig(**(fixed | settings)),
-        train_dataset=sort_digits_dataset(32, seed=0),
-        eval_dataset=sort_digits_dataset(eval_rows, seed=9) if eval_rows else None,
-        processing_class=TOKENIZER,
-        samplers=Edited(samplers[scheme], edit),
-        correction=correction,
-        callbacks=[steps, *callbacks],
-    )
-    trainer.remove_callback(PrinterCallback)
-    steps.trainer = trainer
-    return trainer, steps
+    return reference_samplers()
 
 
 @pytest.fixture
