@@ -27,7 +27,8 @@ def quantized_copy(trainer: "QuantGRPOTrainer", scheme: Scheme, version: int) ->
     learner: Any = trainer.accelerator.unwrap_model(trainer.model)
     snap = snapshot(learner.named_parameters(), scheme, version)
     # Built anew: TRL has replaced the learner's forward, and a copy of that would still call the original.
-    model = AutoModelForCausalLM.from_config(learner.config, dtype=torch.float32).requires_grad_(False).eval()
+    with torch.random.fork_rng():  # a new model draws initial weights; the run's random numbers must not notice
+        model = AutoModelForCausalLM.from_config(learner.config, dtype=torch.float32).requires_grad_(False).eval()
     emulate(model, scheme)
     load_snapshot(model, snap)
     return model.to(learner.device)
