@@ -109,7 +109,7 @@ class SamplerGeneration:
         start = time.perf_counter()
         rollouts = self.samplers.generate(requests, sampling, version)
         seconds = time.perf_counter() - start
-        check_rollouts(rollouts, prompts, version, self.samplers.scheme.name)
+        check_rollouts(rollouts, prompts, version, self.samplers.scheme.name, sampling.temperature)
         tokens = sum(len(r.token_ids) for r in rollouts)
         trainer.log_rlq({"rollout/tokens_per_s": tokens / seconds, "time/generate_s": seconds})
         return rollouts
@@ -146,7 +146,9 @@ def group_requests(prompts: list[list[int]], base: int) -> list[Request]:
     return requests
 
 
-def check_rollouts(rollouts: list[Rollout], prompts: list[list[int]], version: int, scheme: str) -> None:
+def check_rollouts(
+    rollouts: list[Rollout], prompts: list[list[int]], version: int, scheme: str, temperature: float
+) -> None:
     """Let nothing into the loss that is missing, answers another prompt, or comes from another version or scheme."""
     if len(rollouts) != len(prompts):
         raise SamplerError(
@@ -157,6 +159,8 @@ def check_rollouts(rollouts: list[Rollout], prompts: list[list[int]], version: i
             raise SamplerError(
                 "a rollout answers another prompt than the one at its place; the sampler must keep the order"
             )
+        if rollout.temperature != temperature:
+            raise SamplerError(f"a rollout was sampled at temperature {rollout.temperature}, expected {temperature}")
         if (rollout.version, rollout.scheme) != (version, scheme):
             raise SamplerError(
                 f"a rollout comes from version {rollout.version} ({rollout.scheme}), expected {version} ({scheme}); "

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from transformers import TrainerCallback
 
@@ -27,6 +28,7 @@ from rlq.bridge import (
     bias_audit,
     breakdown,
     gap_attribution,
+    log_ratio_histogram,
     shadow,
     shadow_metrics,
     tightened,
@@ -151,7 +153,7 @@ class Observer(TrainerCallback):
         if _due(step, self.config.gap_every):
             few = self._slice(batch)
             model = quantized_copy(self.trainer, self.scheme, step)
-            self._gap = few, score(model, few.out, self.trainer.args.temperature)
+            self._gap = few, score(model, few.out, self.trainer.args.temperature)[0]
         if self.config.guard != "off":
             self._guard(metrics, step)
 
@@ -160,7 +162,7 @@ class Observer(TrainerCallback):
         if self._gap is None:
             return
         (few, quantized), self._gap = self._gap, None
-        now = score(self.trainer.model, few.out, self.trainer.args.temperature)
+        now, _ = score(self.trainer.model, few.out, self.trainer.args.temperature)
         gap = gap_attribution(now, few.learner, quantized, few.sampler, few.mask, reduce=self.trainer.reducer)
         self.trainer.log_rlq(gap.metrics())
 
@@ -194,7 +196,10 @@ class Observer(TrainerCallback):
 
     def _breakdown(self, batch: ScoredBatch, step: int) -> None:
         advantages = batch.out["advantages"]
-        tables = breakdown(batch.bridge, batch.sampler, advantages=advantages, reduce=self.trainer.reducer)
+        _, entropy = score(self.trainer.model, batch.out, self.trainer.args.temperature)
+        tables = breakdown(
+            batch.bridge, batch.sampler, entropy=entropy, advantages=advantages, reduce=self.trainer.reducer
+        )
         assert self.trainer.args.num_generations is not None
         groups = torch.arange(len(advantages)) // self.trainer.args.num_generations
         rewards = self._rewards().to(advantages.device)
@@ -205,7 +210,8 @@ class Observer(TrainerCallback):
             _append(self.run_dir / "breakdown.jsonl", [{"step": step, **row} for row in rows])
             worst = worst_tokens(batch.bridge, batch.learner, batch.sampler, batch.out["completion_ids"])
             _append(self.run_dir / "worst_tokens.jsonl", [{"step": step, **dataclasses.asdict(w)} for w in worst])
-            _wandb_table("breakdown", rows, step)
+            counts, edges = log_ratio_histogram(batch.bridge.sums)
+            _wandb_log_breakdown(rows, counts, edges, step)
 
     def _dump(self, batch: ScoredBatch, step: int) -> None:
         count = len(batch.mask)
@@ -266,13 +272,14 @@ def _append(path: Path, rows: list[dict[str, Any]]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def _wandb_table(name: str, rows: list[dict[str, Any]], step: int) -> None:
+def _wandb_log_breakdown(rows: list[dict[str, Any]], counts: list[float], edges: list[float], step: int) -> None:
     import wandb
 
     if wandb.run is not None and rows:
         columns = list(rows[0])
         table = wandb.Table(columns=[*columns], data=[[row[c] for c in columns] for row in rows])
-        wandb.run.log({f"train/rlq/{name}": table, "train/global_step": step})
+        histogram = wandb.Histogram(np_histogram=(np.array(counts), np.array(edges)))
+        wandb.run.log({"train/rlq/breakdown": table, "train/rlq/log_ratio": histogram, "train/global_step": step})
 
 
 def _wandb_alert(message: str) -> None:

@@ -18,6 +18,9 @@ from rlq.schemes import Scheme
 if TYPE_CHECKING:
     from .grpo import QuantGRPOTrainer
 
+SEQUENCES_AT_ONCE = 32
+"""Bounds the logits in memory."""
+
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Modules that engines fuse into one layer; they keep one scheme."""
 
@@ -35,15 +38,23 @@ def quantized_copy(trainer: "QuantGRPOTrainer", scheme: Scheme, version: int) ->
 
 
 @torch.no_grad()
-def score(model: Any, out: dict[str, torch.Tensor], temperature: float) -> torch.Tensor:
-    """Log-probs (B, T) in nats of the completions in a TRL batch, in fp32, teacher-forced."""
+def score(model: Any, out: dict[str, torch.Tensor], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Score the completions of a TRL batch, in fp32, teacher-forced, a few sequences at a time.
+
+    Returns:
+        Log-probs (B, T) of the tokens and entropies (B, T) of the distributions they were drawn from, in nats.
+    """
     ids = torch.cat([out["prompt_ids"], out["completion_ids"]], dim=1)
     attention = torch.cat([out["prompt_mask"], out["completion_mask"]], dim=1)
     positions = (attention.cumsum(-1) - 1).clamp(min=0)
     length = out["completion_ids"].shape[1]
-    logits = model(input_ids=ids, attention_mask=attention, position_ids=positions).logits[:, -length - 1 : -1]
-    log_p = torch.log_softmax(logits.float() / temperature, dim=-1)
-    return log_p.gather(-1, out["completion_ids"][..., None])[..., 0]
+    logprobs, entropies = [], []
+    for part in torch.arange(len(ids)).split(SEQUENCES_AT_ONCE):
+        logits = model(input_ids=ids[part], attention_mask=attention[part], position_ids=positions[part]).logits
+        log_p = torch.log_softmax(logits[:, -length - 1 : -1].float() / temperature, dim=-1)
+        logprobs.append(log_p.gather(-1, out["completion_ids"][part][..., None])[..., 0])
+        entropies.append(-(log_p.exp() * log_p).sum(-1))
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
 def without_worst_modules(trainer: "QuantGRPOTrainer", scheme: Scheme, fraction: float) -> Scheme:

@@ -5,6 +5,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from .correction import Correction
+from .presets import PRESETS
 from .rules import RejectRule, as_rules
 
 
@@ -62,7 +63,14 @@ class BridgeConfig:
             return Correction(**values)
         default = Correction()
         changed = {name: value for name, value in values.items() if value != getattr(default, name)}
-        return Correction.preset(self.bridge_preset, **changed)
+        correction = Correction.preset(self.bridge_preset, **changed)
+        if PRESETS[self.bridge_preset].bypass and correction.mode == "none":
+            raise ConfigError(
+                f"bridge_preset={self.bridge_preset!r} leaves the correction to a PPO ratio against the sampler; this "
+                "trainer's ratio is against the learner at the sampled version, so nothing would correct: take a "
+                "preset without bypass"
+            )
+        return correction
 
 
 def _rule(text: str) -> RejectRule:

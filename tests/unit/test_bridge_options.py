@@ -42,3 +42,8 @@ def test_command_line_parser_takes_every_field():
     (config,) = parser.parse_args_into_dataclasses(arguments)
     assert config.correction().mode == "mask"
     assert len(config.correction().reject) == 2
+
+
+def test_a_preset_that_leaves_the_correction_to_the_ppo_ratio_is_refused():
+    with pytest.raises(ConfigError, match="nothing would correct"):
+        BridgeConfig(bridge_preset="verl/bypass_ppo_clip").correction()

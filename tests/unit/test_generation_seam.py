@@ -89,8 +89,8 @@ def answers() -> list[Rollout]:
 
 
 def test_complete_rollouts_in_order_pass():
-    check_rollouts(answers(), PROMPTS, 4, "fp8")
-    check_rollouts([], [], 4, "fp8")
+    check_rollouts(answers(), PROMPTS, 4, "fp8", 1.0)
+    check_rollouts([], [], 4, "fp8", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -103,10 +103,11 @@ def test_complete_rollouts_in_order_pass():
         (lambda r: [r[0], r[1], replace(r[2], version=3)], r"version 3 \(fp8\), expected 4 \(fp8\)"),
         (lambda r: [replace(r[0], version=5), *r[1:]], r"version 5 \(fp8\), expected 4 \(fp8\)"),
         (lambda r: [r[0], replace(r[1], scheme="bf16"), r[2]], r"version 4 \(bf16\), expected 4 \(fp8\)"),
+        (lambda r: [replace(r[0], temperature=0.7), *r[1:]], r"sampled at temperature 0\.7, expected 1\.0"),
     ],
-    ids=["missing", "extra", "none", "reordered", "stale", "future", "scheme"],
+    ids=["missing", "extra", "none", "reordered", "stale", "future", "scheme", "temperature"],
 )
 def test_anything_else_is_refused_in_one_line(spoil, message):
     with pytest.raises(SamplerError, match=message) as error:
-        check_rollouts(spoil(answers()), PROMPTS, 4, "fp8")
+        check_rollouts(spoil(answers()), PROMPTS, 4, "fp8", 1.0)
     assert "\n" not in str(error.value)

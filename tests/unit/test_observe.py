@@ -71,8 +71,9 @@ def test_observers_write_what_they_saw_and_change_nothing(samplers, tmp_path):
     ell = (first.old_logprobs - first.sampler_logprobs)[first.mask].double()
     assert float((torch.expm1(ell) - ell).mean()) == pytest.approx(logs[0]["rlq/sampler_kl_k3"], rel=1e-4)
     assert float(first.reward.double().mean()) == pytest.approx(logs[0]["reward"])
-    table = [r for r in rows(tmp_path / "breakdown.jsonl") if r["step"] == 0 and r["axis"] == "position"]
-    assert sum(r["tokens"] for r in table) == logs[0]["rlq/tokens"]
+    for axis in ("position", "sampler_prob", "entropy", "advantage_sign", "length"):
+        table = [r for r in rows(tmp_path / "breakdown.jsonl") if r["step"] == 0 and r["axis"] == axis]
+        assert sum(r["tokens"] for r in table) == logs[0]["rlq/tokens"], axis
     worst = rows(tmp_path / "worst_tokens.jsonl")[0]
     assert abs(worst["log_ratio"]) == pytest.approx(logs[0]["rlq/logratio_abs_max"], rel=1e-5)
 
