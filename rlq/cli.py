@@ -44,6 +44,10 @@ class Outcome:
 
 COMMANDS = (
     Command("doctor", "rlq.doctor", "check this machine and what is installed on it"),
+    Command("quantize", "rlq.quantize_checkpoint", "write a quantized checkpoint and print the error of every weight"),
+    Command(
+        "formats", "rlq.formats_table", "list number formats and schemes, with the numbers of their specifications"
+    ),
     Command("replay", "rlq.bridge.replay", "recompute corrections on dumped rollouts and compare them"),
 )
 

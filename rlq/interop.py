@@ -1,6 +1,6 @@
 """The compressed-tensors `quantization_config` of a scheme, for `config.json` and for vLLM's own loader."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -10,15 +10,62 @@ from .schemes import LayerScheme, Scheme, TensorScheme
 
 # compressed-tensors' names of how a layer's tensors are laid out, by tensor scheme of the weight.
 BLOCK_LAYOUTS = {"nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized", "mxfp8": "mxfp8-quantized"}
+RLQ_METHOD = "rlq"  # name of the plugin's method, see samplers.plugin
 SCALE_DTYPES = {"fp8": "torch.float8_e4m3fn", "e8m0": "torch.uint8"}
 
 
-def unquantized_linears(scheme: Scheme, tensors: dict[str, torch.Tensor]) -> list[str]:
-    """Modules among a snapshot's 2-D weights that stayed in bf16, embeddings aside: the `ignore` of a checkpoint."""
-    modules = linear_modules({name: tensor.shape for name, tensor in tensors.items()})
-    kept = [module for module in modules if scheme.for_module(module) is None]
+def weight_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
+    """Shapes of the weights that a snapshot's tensors stand for, under the names that they had before."""
+    shapes = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".weight_packed"):
+            per_element = 2 if tensor.dtype == torch.uint8 else 8
+            shapes[name.removesuffix("_packed")] = torch.Size((tensor.shape[0], tensor.shape[1] * per_element))
+        elif name.endswith(".weight"):
+            shapes[name] = tensor.shape
+    return shapes
+
+
+def checkpoint_config(scheme: Scheme, shapes: Mapping[str, torch.Size]) -> dict:
+    """The `quantization_config` of a checkpoint.
+
+    compressed-tensors where it can describe the scheme and read the shapes. Otherwise rlq's own method, which vLLM
+    knows through the plugin; transformers warns that it does not.
+
+    Args:
+        scheme: a scheme that quantizes weights.
+        shapes: of all weights by name.
+    """
+    if unreadable(scheme, shapes) is not None:
+        return {"quant_method": RLQ_METHOD, "scheme": scheme.to_dict()}
+    linears = linear_modules(shapes)
+    kept = [module for module in linears if scheme.for_module(module) is None]
     # A tied head has no tensor of its own, and a loader would still take its module for a quantized linear.
-    return kept if "lm_head" in modules else [*kept, "lm_head"]
+    return quantization_config(scheme, kept if "lm_head" in linears else [*kept, "lm_head"])
+
+
+def unreadable(scheme: Scheme, shapes: Mapping[str, torch.Size]) -> str | None:
+    """Why compressed-tensors cannot read a checkpoint, or None.
+
+    It lacks E5M2, and it infers the tile from the shapes of weight and scale, which goes wrong when tiles are partial
+    or when blocks of rows are as wide as the weight.
+    """
+    for module in linear_modules(shapes):
+        weights, shape = scheme.for_module(module), shapes[f"{module}.weight"]
+        if weights is None:
+            continue
+        if weights.element.name == "fp8_e5m2":
+            return "compressed-tensors has no E5M2"
+        tile = weights.tile(*shape)
+        # A single partial tile is a tile of another size to it, with the same numbers.
+        partial = [
+            size % t and (size > t or weights.block_format is not None) for size, t in zip(shape, tile, strict=True)
+        ]
+        if any(partial) or (1 < tile[0] < shape[0] and tile[1] >= shape[1]):
+            return (
+                f"compressed-tensors infers other tiles than {weights} from {module}, which is {shape[0]} x {shape[1]}"
+            )
+    return None
 
 
 def quantization_config(scheme: Scheme, ignore: Iterable[str]) -> dict:

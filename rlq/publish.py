@@ -102,12 +102,18 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray:
 
 def tensor_digest(tensors: dict[str, torch.Tensor]) -> str:
     """SHA-256 over sorted names, specs and bytes; independent of the order in which tensors were sent."""
-    outer = hashlib.sha256()
-    for name in sorted(tensors):
-        spec = TensorSpec.of(tensors[name])
-        outer.update(f"{name} {spec.dtype} {list(spec.shape)} ".encode())
-        outer.update(hashlib.sha256(as_bytes(tensors[name]).data).digest())
-    return outer.hexdigest()
+    return combined_digest({name: own_digest(name, tensor) for name, tensor in tensors.items()})
+
+
+def own_digest(name: str, tensor: torch.Tensor) -> bytes:
+    """One tensor's part of `tensor_digest`: its name and spec as text, then SHA-256 of its bytes."""
+    spec = TensorSpec.of(tensor)
+    return f"{name} {spec.dtype} {list(spec.shape)} ".encode() + hashlib.sha256(as_bytes(tensor).data).digest()
+
+
+def combined_digest(own: Mapping[str, bytes]) -> str:
+    """`tensor_digest` of the tensors whose parts are given, for whoever cannot hold them all."""
+    return hashlib.sha256(b"".join(own[name] for name in sorted(own))).hexdigest()
 
 
 def check_specs(sent: dict[str, TensorSpec], expected: dict[str, TensorSpec]) -> None:
@@ -160,7 +166,7 @@ def unpack(packed: PackedSnapshot) -> Snapshot:
 
 
 def write_directory(snap: Snapshot, directory: Path, config: dict) -> None:
-    """Write a snapshot as a compressed-tensors checkpoint that vLLM and transformers load.
+    """Write a snapshot as a checkpoint that vLLM and transformers load, see `rlq.interop.checkpoint_config`.
 
     The weights come first, the manifest last and renamed into place: a directory without a manifest is incomplete.
 
@@ -171,29 +177,29 @@ def write_directory(snap: Snapshot, directory: Path, config: dict) -> None:
     """
     from safetensors.torch import save_file
 
-    from .interop import quantization_config, unquantized_linears
+    from .interop import checkpoint_config, weight_shapes
 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / MANIFEST).unlink(missing_ok=True)
     save_file(snap.tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = {**config, "dtype": "bfloat16"}
-    if snap.scheme.weights is not None:
-        config["quantization_config"] = quantization_config(snap.scheme, unquantized_linears(snap.scheme, snap.tensors))
+    if snap.scheme.quantizes_weights:
+        config["quantization_config"] = checkpoint_config(snap.scheme, weight_shapes(snap.tensors))
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    manifest = {
-        "version": snap.version,
-        "scheme": snap.scheme.to_dict(),
-        "digest": snap.digest,
-        "tensors": len(snap.tensors),
-        "nbytes": snap.nbytes,
-    }
+    sizes = {"tensors": len(snap.tensors), "nbytes": snap.nbytes}
+    write_manifest(directory, snap.scheme, snap.version, snap.digest, sizes)
+
+
+def write_manifest(directory: Path, scheme: Scheme, version: int, digest: str, more: dict) -> None:
+    """Declare a directory complete."""
+    manifest = {"version": version, "scheme": scheme.to_dict(), "digest": digest, **more}
     partial = directory / (MANIFEST + ".partial")
     partial.write_text(json.dumps(manifest, indent=2) + "\n")
     os.replace(partial, directory / MANIFEST)
 
 
 def read_directory(directory: Path) -> Snapshot:
-    """Read back what `write_directory` wrote.
+    """Read back what `write_directory` or `rlq quantize` wrote.
 
     Raises:
         SnapshotError: no manifest (an interrupted write), or bytes that differ from the manifest's digest.
@@ -205,7 +211,9 @@ def read_directory(directory: Path) -> Snapshot:
         raise SnapshotError(f"{directory} has no {MANIFEST}: the snapshot is incomplete, write it again")
     manifest = json.loads((directory / MANIFEST).read_text())
     try:
-        tensors = load_file(directory / "model.safetensors")
+        tensors: dict[str, torch.Tensor] = {}
+        for file in sorted(directory.glob("*.safetensors")):
+            tensors |= load_file(file)
     except (SafetensorError, OSError) as error:
         raise SnapshotError(f"{directory} cannot be read ({error}); the files were damaged, write it again") from None
     if tensor_digest(tensors) != manifest["digest"]:

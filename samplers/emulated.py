@@ -94,7 +94,9 @@ class EmulatedLinearMethod(LinearMethodBase):
                 "weight_scale", ChannelQuantScaleParameter(data=data, output_dim=0, weight_loader=loader)
             )
         elif weights.granularity.startswith("block"):
-            matrix("weight_scale", -(-columns // tile), torch.float32, _one_scale_per_row(loader, tile_rows))
+            matrix(
+                "weight_scale", -(-columns // tile), torch.float32, _one_scale_per_row(loader, tile_rows, output_size)
+            )
             layer.weight_scale.tile_rows = tile_rows  # type: ignore[union-attr]  # read by samplers.storage
         else:
             block = weights.block_format
@@ -143,10 +145,10 @@ class EmulatedLinearMethod(LinearMethodBase):
         return emulated_linear(x, layer.compute_weight, bias, self.scheme.activations, scale)  # type: ignore[arg-type]
 
 
-def _one_scale_per_row(loader: Callable, tile_rows: int) -> Callable:
+def _one_scale_per_row(loader: Callable, tile_rows: int, rows: int) -> Callable:
     """Wrap a weight loader: scales (blocks of rows, tiles) are repeated for every row before they are cut to shards."""
 
     def load(param: torch.nn.Parameter, loaded_weight: torch.Tensor, *shard, **shard_by_name) -> None:
-        loader(param, loaded_weight.repeat_interleave(tile_rows, 0), *shard, **shard_by_name)
+        loader(param, loaded_weight.repeat_interleave(tile_rows, 0)[:rows], *shard, **shard_by_name)
 
     return load

@@ -6,12 +6,13 @@ from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
+from rlq.interop import RLQ_METHOD
 from rlq.linear import quantize_heads
 from rlq.schemes import Scheme
 
 from .emulated import EmulatedLinearMethod
 
-METHOD = "rlq"
+METHOD = RLQ_METHOD
 
 
 class RlqConfig(QuantizationConfig):

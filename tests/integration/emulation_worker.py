@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rlq.publish import snapshot
 from rlq.schemes import Scheme
-from rlq.types import Request, Sampling
+from rlq.types import Request, Rollout, Sampling
 from samplers.engine import VllmSampler
 from samplers.options import EngineOptions
 from samplers.reference import TransformersSampler
@@ -27,7 +27,6 @@ CONFIG = Qwen2Config(
     num_hidden_layers=2,
     num_attention_heads=5,
     num_key_value_heads=1,
-    head_dim=32,
     max_position_embeddings=64,
     tie_word_embeddings=True,
 )
@@ -46,24 +45,43 @@ def model(seed: int):
     return policy
 
 
+def couples_batch(scheme: Scheme) -> bool:
+    return not scheme.static and scheme.activations is not None and scheme.activations.granularity == "tensor"
+
+
+@torch.no_grad()
+def stepwise_score(reference: TransformersSampler, rollout: Rollout) -> torch.Tensor:
+    """Log-probs with the inputs that an engine sees: the prompt at once, then one token after the other."""
+    step, cache, found = torch.tensor([rollout.prompt_ids]), None, []
+    for token in rollout.token_ids:
+        out = reference.model(input_ids=step, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        found.append(torch.log_softmax(out.logits[0, -1], -1)[token])
+        step = torch.tensor([[token]])
+    return torch.stack(found)
+
+
 def main() -> None:
     options = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
     scheme = Scheme.preset(sys.argv[1], **options)
     policies = [model(seed) for seed in range(2)]
     linears = [name for name, module in policies[0].named_modules() if isinstance(module, torch.nn.Linear)]
     input_amax = {name: 3.0 for name in linears}
-    engine = VllmSampler(CONFIG.to_dict(), scheme, EngineOptions(max_model_len=64))
+    engine = VllmSampler(CONFIG.to_dict(), scheme=scheme, options=EngineOptions(max_model_len=64))
     snaps = [snapshot(p.named_parameters(), scheme, v, input_amax) for v, p in enumerate(policies)]
     digests = []
     for reload in range(RELOADS):
         digests.append(engine.install(snaps[reload % 2]).digest == snaps[reload % 2].digest)
     version = (RELOADS - 1) % 2
     requests = [Request(tuple(range(3 + i, 9 + i)), 4, 100 * i) for i in range(8)]
-    rollouts = engine.generate(requests, Sampling(1.0, 24, (1,)), version)
-    reference = TransformersSampler(CONFIG.to_dict(), scheme)
+    # One scale for all tokens of a batch makes a completion depend on the others, so they are sampled one by one.
+    batches = [[Request(r.prompt_ids, 1, r.seed)] for r in requests] if couples_batch(scheme) else [requests]
+    rollouts = [r for batch in batches for r in engine.generate(batch, Sampling(1.0, 24, (1,)), version)]
+    reference = TransformersSampler(CONFIG.to_dict(), scheme=scheme)
     reference.install(snaps[version])
-    gaps = torch.cat([(reference.score(r) - torch.tensor(r.logprobs)).abs() for r in rollouts])
-    plain = TransformersSampler(CONFIG.to_dict(), Scheme.preset("bf16"))
+    score = stepwise_score if couples_batch(scheme) else TransformersSampler.score
+    gaps = torch.cat([(score(reference, r) - torch.tensor(r.logprobs)).abs() for r in rollouts])
+    plain = TransformersSampler(CONFIG.to_dict(), scheme=Scheme.preset("bf16"))
     plain.install(snapshot(policies[version].named_parameters(), plain.scheme, version))
     kl = torch.cat([torch.tensor(r.logprobs) - plain.score(r) for r in rollouts])
     print(

@@ -88,7 +88,9 @@ def unpacked(q: QuantizedTensor) -> np.ndarray:
     return reference.unpack(rows, q.scheme.element, q.shape[-1]).numpy().astype(np.int64)
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    assert a is not None
+    assert b is not None
     return (
         a.dtype == b.dtype
         and a.shape == b.shape
@@ -222,6 +224,7 @@ def test_nvfp4_with_a_shared_or_tiny_amax():
     assert same_bits(q.codes, both.codes[:32])
     assert same_bits(q.global_scale, both.global_scale)
     tiny = quantize(torch.full((2, 32), 1e-38), "nvfp4")
+    assert tiny.global_scale is not None
     assert tiny.global_scale.item() == 1.0  # 2688 / 1e-38 overflows
     assert not tiny.dequantize().any()
 
@@ -238,6 +241,7 @@ def test_scales_are_those_of_the_field():
     # floor(log2 896) - 2 = 7, and one more because 896 = 1.75 * 2^9
     assert quantize(x, "mxfp4").scale.tolist() == [[127 + 8], [127 + 1]]
     q = quantize(x, "nvfp4")
+    assert q.global_scale is not None
     assert q.global_scale.tolist() == [float(F32(1) / F32(896) * F32(2688))]
     assert q.scale.float()[0].tolist() == [448.0, 0.125]
     assert set(BLOCKS) == {"nvfp4", "mxfp4", "mxfp8"}
