@@ -3,8 +3,8 @@
 
     python3 tests/gpu/check.py        # `make gpu-check`
 
-Codes and scales of every scheme against the CPU's, bit for bit; quantizer throughput over a device copy; and PyTorch's own
-FP8 matrix product against the emulated linear. Exit code 0 all passed, 1 a check failed, 2 no CUDA device.
+Codes and scales of every scheme against the CPU's, bit for bit; quantizer throughput over a device copy; and PyTorch's
+own FP8 matrix product against the emulated linear. Exit code 0 all passed, 1 a check failed, 2 no CUDA device.
 """
 
 import sys
@@ -91,9 +91,7 @@ def main() -> int:
         print("gpu-check: no CUDA device; run this on a machine with an NVIDIA GPU and a CUDA build of PyTorch")
         return 2
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    schemes = {t for s in PRESETS.values() for t in (s.weights, s.activations) if t is not None}
-        s.activations for s in PRESETS.values() if s.activations
-    }
+    schemes = {scheme for p in PRESETS.values() for scheme in (p.weights, p.activations) if scheme is not None}
     rows = [check_codes(scheme) for scheme in sorted(schemes, key=str)]
     rows += [check_speed(scheme) for scheme in sorted(schemes, key=str)]
     rows.append(check_scaled_mm())
