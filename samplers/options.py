@@ -49,7 +49,11 @@ class SamplerConfig:
     sampler_startup_timeout_s: float = field(default=300.0, metadata={"help": "Seconds that actors get to load."})
 
     def __post_init__(self) -> None:
-        self.scheme()
+        if self.scheme().static:
+            raise ConfigError(
+                f"sampler_scheme {self.sampler_scheme!r} needs activation scales calibrated for every version; "
+                "take a dynamic twin, such as fp8_tensor for fp8_static"
+            )
         if self.num_samplers < 1:
             raise ConfigError(f"num_samplers is {self.num_samplers}; use at least 1")
         if self.sampler_arithmetic not in ("emulated", "kernel"):
