@@ -84,6 +84,7 @@ def main() -> None:
         for a, b in zip(arms["fp8"][0], twin, strict=True)
     )
     share = statistics.median(overhead(records) for records in arms["fp8"])
+    bridge = statistics.median(r["rlq/time/bridge_s"] / r["step_time"] for rs in arms["fp8"] for r in rs[5:])
     k3 = {s: statistics.mean(r["rlq/sampler_kl_k3"] for rs in runs for r in rs) for s, runs in arms.items()}
     gap = abs(means["fp8"] - means["bf16"])
     report(
@@ -96,6 +97,7 @@ def main() -> None:
             row("|fp8 - bf16| final accuracy, 3 seeds", gap, f"<= 2 SE = {bound:.3f}", gap <= bound),
             row("same seed in fresh processes: records identical (1 = yes)", same, "1", same),
             row("share of a step outside generation and learner compute", share, "<= 0.08", share <= 0.08),
+            row("share of a step inside the bridge", bridge, "<= 0.01", bridge <= 0.01),
             row("fp8 sampler KL k3, mean over the runs", k3["fp8"]),
             row("bf16 sampler KL k3, mean over the runs (against fp32 masters)", k3["bf16"]),
         ],

@@ -20,6 +20,7 @@ import torch
 from transformers import TrainerCallback
 
 from rlq.bridge import (
+    DEFAULT_RULES,
     BridgeOutput,
     Correction,
     Guard,
@@ -68,10 +69,24 @@ class ObserveConfig:
     observe_sequences: int = field(default=64, metadata={"help": "Completions that shadows and attribution look at."})
     guard: str = field(default="warn", metadata={"help": "off, warn, or act (tighten, promote, fall back, stop)."})
 
+    guard_rules: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Instead of the default rules: metric:above|below:limit:patience:action+action, "
+            "such as sampler_kl_k3:above:0.005:3:warn+fallback_bf16."
+        },
+    )
+
     def __post_init__(self) -> None:
         if self.guard not in ("off", "warn", "act"):
             raise ConfigError(f"guard={self.guard!r} is not one of off, warn, act")
         self.shadows()
+        self.rules()
+
+    def rules(self) -> tuple[GuardRule, ...]:
+        """The guard's rules; with `guard: warn` their only action is a warning."""
+        rules = DEFAULT_RULES if self.guard_rules is None else tuple(_rule(text) for text in self.guard_rules)
+        return rules if self.guard == "act" else tuple(dataclasses.replace(r, actions=("warn",)) for r in rules)
 
     def shadows(self) -> dict[str, Correction]:
         """Name to correction; ConfigError for an unknown preset."""
@@ -130,7 +145,7 @@ class Observer(TrainerCallback):
     ):
         self.trainer, self.config, self.scheme, self.run_dir, self.taps = trainer, config, scheme, run_dir, taps
         self.shadows = config.shadows()
-        self.guard = Guard(rules=_rules(config.guard))
+        self.guard = Guard(rules=config.rules())
         self.guard_state = self.guard.start()
         self.stopped: str | None = None  # why the guard ended the run
         self._gap: tuple[ScoredBatch, torch.Tensor] | None = None
@@ -255,12 +270,16 @@ class Observer(TrainerCallback):
         self.trainer.switch_scheme(scheme)
 
 
-def _rules(mode: str) -> tuple[GuardRule, ...]:
-    """The default rules, or the same with nothing but a warning."""
-    rules = Guard().rules
-    if mode == "act":
-        return rules
-    return tuple(dataclasses.replace(rule, actions=("warn",)) for rule in rules)
+def _rule(text: str) -> GuardRule:
+    parts = text.split(":")
+    if len(parts) != 5:
+        raise ConfigError(f"guard_rules {text!r}: write metric:above|below:limit:patience:action+action")
+    metric, when, limit, patience, actions = parts
+    try:
+        numbers = float(limit), int(patience)
+    except ValueError:
+        raise ConfigError(f"guard_rules {text!r}: limit and patience must be numbers") from None
+    return GuardRule(metric, numbers[0], tuple(actions.split("+")), when, numbers[1])  # type: ignore[arg-type]
 
 
 def _due(step: int, every: int) -> bool:

@@ -144,6 +144,12 @@ def test_the_guard_that_warns_does_nothing_else(samplers, tmp_path, caplog):
     assert "guard: step 0: warn: sampler_kl_k3" in caplog.text
 
 
+def test_rules_can_be_written_as_settings():
+    config = ObserveConfig(guard="act", guard_rules=["ess_token:below:0.9:3:warn+stop"])
+    assert config.rules() == (GuardRule("ess_token", 0.9, ("warn", "stop"), when="below", patience=3),)
+    assert ObserveConfig(guard="warn", guard_rules=config.guard_rules).rules()[0].actions == ("warn",)
+
+
 def test_default_rules_are_quiet_on_a_healthy_run(samplers, tmp_path):
     run(samplers, tmp_path, ObserveConfig(guard="act"), max_steps=2)
     assert not (tmp_path / "guard.jsonl").exists()
@@ -162,7 +168,13 @@ def test_a_reward_tap_remembers_and_keeps_the_name():
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"guard": "on"}, "guard='on' is not one of off, warn, act"), ({"shadow_corrections": ["trl/tokn"]}, "trl/tokn")],
+    [
+        ({"guard_rules": ["sampler_kl_k3:above:0.1"]}, "write metric:above"),
+        ({"guard_rules": ["sampler_kl_k3:above:high:1:warn"]}, "limit and patience must be numbers"),
+        ({"guard_rules": ["sampler_kl_k3:above:0.1:1:panic"]}, "guard action 'panic'"),
+        ({"guard": "on"}, "guard='on' is not one of off, warn, act"),
+        ({"shadow_corrections": ["trl/tokn"]}, "trl/tokn"),
+    ],
 )
 def test_bad_settings_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
