@@ -89,7 +89,7 @@ def test_a_flag_overrides_the_file_and_is_recorded(tmp_path):
 
 def test_config_can_be_given_with_an_equals_sign(tmp_path):
     path = variant(tmp_path, "seed: 7")
-    (_, grpo, _, _), _ = parse([f"--config={path}"], DEFAULT)
+    (_, grpo, *_), _ = parse([f"--config={path}"], DEFAULT)
     assert grpo.seed == 7
 
 
@@ -210,7 +210,7 @@ def test_a_directory_that_holds_a_run_is_refused_unless_it_is_resumed(tmp_path):
 
 
 def test_the_run_directory_is_absolute_and_never_inside_a_job_copy(tmp_path, monkeypatch):
-    (_, grpo, _, _), _ = parse(["--run_name", "mine"], DEFAULT)
+    (_, grpo, *_), _ = parse(["--run_name", "mine"], DEFAULT)
     default = resolve_run_dir(grpo, tmp_path)
     assert re.fullmatch(r"mine-\d{8}-\d{6}", default.name)
     assert default.parent == tmp_path / "runs"
