@@ -15,9 +15,9 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
-import torch  # noqa: E402  (the checkout goes on sys.path first)
-from datasets import Dataset  # noqa: E402
-from transformers import (  # noqa: E402
+import torch
+from datasets import Dataset
+from transformers import (
     AutoTokenizer,
     GenerationConfig,
     LlamaConfig,
@@ -25,7 +25,7 @@ from transformers import (  # noqa: E402
     PreTrainedTokenizerFast,
 )
 
-from trainers.tasks import EOS_TOKEN, PAD_TOKEN, VOCABULARY, char_tokenizer, exact_match, sort_digits_dataset  # noqa: E402
+from trainers.tasks import EOS_TOKEN, PAD_TOKEN, VOCABULARY, char_tokenizer, exact_match, sort_digits_dataset
 
 BATCH_SIZE = 64
 LEARNING_RATE = 2e-3

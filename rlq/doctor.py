@@ -1,7 +1,7 @@
 """`rlq doctor`: what this machine and its environment can and cannot run, with the mend beside each finding.
 
-Nothing heavy is imported but what the last check runs: versions and owners come from installed metadata, the machine from the operating system, so
-that a broken package is reported rather than met as a traceback.
+Nothing heavy is imported, except by the check that runs the quantizers: versions and owners come from installed
+metadata, the machine from the operating system, so that a broken package is reported rather than met as a traceback.
 """
 
 import argparse
