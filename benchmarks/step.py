@@ -1,7 +1,8 @@
 """Step time of rlq against TRL's own GRPOTrainer with transformers generation: same model, prompts and lengths.
 
 The two trainers live in two processes and take turns, one step each; whoever waits is blocked on a pipe. Lengths are
-either fixed (no end token can be drawn) or long-tailed (every token ends the completion with probability 1/51).
+either fixed (the shipped model answers with seven tokens) or long-tailed (a random model ends a completion with
+probability 1/51 at every token).
 """
 
 import argparse
@@ -17,10 +18,10 @@ os.environ.update(RAY_worker_niceness="0", HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 ROUNDS, WARMUP = 7, 2
-LENGTHS = {"fixed": 64, "long_tail": 128}
+LENGTHS = {"fixed": 8, "long_tail": 128}
 
 
-def make_model(directory: Path, kind: str) -> None:
+def make_model(directory: Path) -> None:
     """A random Llama of the default run's size, whose next-token distribution is nearly uniform over 51 tokens."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -28,8 +29,6 @@ def make_model(directory: Path, kind: str) -> None:
     from trainers.tasks import char_tokenizer
 
     tokenizer: Any = char_tokenizer()
-    if kind == "fixed":  # an end token that the model has no row for
-        tokenizer.add_special_tokens({"eos_token": "<never>"})
     config = LlamaConfig(
         vocab_size=51, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=256, bos_token_id=None,
@@ -45,7 +44,7 @@ def distinct_tokens(completion_ids, **kwargs) -> list[float]:
     return [len(set(ids)) / max(len(ids), 1) for ids in completion_ids]
 
 
-def child(side: str, kind: str, directory: str) -> None:
+def child(side: str, kind: str, model: str, directory: str) -> None:
     """One trainer; runs a step for every line on stdin and prints how long it took and how many tokens it sampled."""
     import time
 
@@ -74,10 +73,10 @@ def child(side: str, kind: str, directory: str) -> None:
         max_steps=ROUNDS + WARMUP, save_strategy="no", report_to="none", disable_tqdm=True, seed=0,
     )  # fmt: skip
     rest: dict[str, Any] = dict(
-        model=AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         reward_funcs=distinct_tokens,
         train_dataset=sort_digits_dataset(1024, seed=0),
-        processing_class=AutoTokenizer.from_pretrained(directory),
+        processing_class=AutoTokenizer.from_pretrained(model),
     )
     if side == "trl":
         trainer = GRPOTrainer(args=GRPOConfig(**common), **rest)
@@ -89,7 +88,7 @@ def child(side: str, kind: str, directory: str) -> None:
 
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
         config = SamplerConfig(sampler_max_model_len=LENGTHS[kind] + 16)
-        pool = SamplerPool.vllm(AutoConfig.from_pretrained(directory).to_dict(), config)
+        pool = SamplerPool.vllm(AutoConfig.from_pretrained(model).to_dict(), config)
         trainer = QuantGRPOTrainer(args=QuantGRPOConfig(**common), samplers=pool, **rest)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Gate())
@@ -99,10 +98,14 @@ def child(side: str, kind: str, directory: str) -> None:
 def measure(kind: str) -> dict[str, float]:
     """Median seconds per step and mean completion length of both sides."""
     with tempfile.TemporaryDirectory() as directory:
-        make_model(Path(directory), kind)
+        from common import MODEL
+
+        model = str(MODEL) if kind == "fixed" else directory
+        if kind != "fixed":
+            make_model(Path(directory))
         children: dict[str, Any] = {
             side: subprocess.Popen(
-                [sys.executable, __file__, "--child", side, kind, directory],
+                [sys.executable, __file__, "--child", side, kind, model, directory],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             )
             for side in ("rlq", "trl")
@@ -147,6 +150,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--child", nargs=3, metavar=("SIDE", "KIND", "DIR"))
+    parser.add_argument("--child", nargs=4, metavar=("SIDE", "KIND", "MODEL", "DIR"))
     arguments = parser.parse_args()
     child(*arguments.child) if arguments.child else main()
