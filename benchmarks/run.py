@@ -27,7 +27,8 @@ def table() -> str:
             result = json.loads(path.read_text())
             for row in result["rows"]:
                 mark = {True: "ok", False: "**missed**", None: ""}[row["ok"]]
-                lines.append(f"| {name} | {row['what']} | {row['value']:.4g} | {row['goal']} | {mark} |")
+                what = row["what"].replace("|", r"\|")
+                lines.append(f"| {name} | {what} | {row['value']:.4g} | {row['goal']} | {mark} |")
     return "\n".join(lines)
 
 
