@@ -81,6 +81,7 @@ def learn_on_ranks(plan) -> None:
     """Train on several ranks; each reads the run's resolved configuration, so they cannot disagree."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
+    from ray.train.v2.api.exceptions import TrainingFailedError
 
     from rlq.errors import RlqError
 
@@ -98,7 +99,7 @@ def learn_on_ranks(plan) -> None:
     )
     try:
         trainer.fit()
-    except Exception as error:  # Ray Train wraps whatever a rank raised; only rlq's own errors are unwrapped
+    except TrainingFailedError as error:  # wraps whatever a rank raised; rlq's own errors are unwrapped
         for cause in (error.__cause__, *getattr(error, "worker_failures", {}).values()):
             if isinstance(cause, RlqError):
                 raise cause from None
