@@ -1,11 +1,13 @@
 """Step time of rlq against TRL's own GRPOTrainer with transformers generation: same model, prompts and lengths.
 
-The two trainers live in two processes and take turns, one step each; whoever waits is blocked on a pipe. Lengths are
-either fixed (the shipped model answers with seven tokens) or long-tailed (a random model ends a completion with
-probability 1/51 at every token).
+Each trainer lives in its own process and they take turns, four steps each, of which the first is not counted; whoever
+waits is blocked on a pipe, with nothing being sampled. rlq takes part twice: on-policy, and with one batch sampled
+ahead (`async_steps: 1`). Lengths are either fixed (the shipped model answers with seven tokens) or long-tailed (a
+random model ends a completion with probability 1/51 at every token).
 """
 
 import argparse
+import itertools
 import os
 import statistics
 import subprocess
@@ -17,8 +19,10 @@ from typing import Any
 os.environ.update(RAY_worker_niceness="0", HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-ROUNDS, WARMUP = 7, 2
+TURNS, STEPS = 4, 4  # the first turn warms up
 LENGTHS = {"fixed": 8, "long_tail": 128}
+# Side: threads of the learner, samplers, batches sampled ahead; for each side what is fastest on two cores.
+SIDES = {"trl": (2, 0, 0), "rlq": (2, 2, 0), "rlq_ahead": (1, 1, 1)}
 
 
 def make_model(directory: Path) -> None:
@@ -45,13 +49,17 @@ def distinct_tokens(completion_ids, **kwargs) -> list[float]:
 
 
 def child(side: str, kind: str, model: str, directory: str) -> None:
-    """One trainer; runs a step for every line on stdin and prints how long it took and how many tokens it sampled."""
+    """One trainer; runs a step for every line on stdin and prints how long it took and how many tokens it sampled.
+
+    After the last step of a turn it waits for what is sampled ahead, so that the next side has the machine to itself.
+    """
     import time
 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
-    torch.set_num_threads(2)
+    threads, samplers, ahead = SIDES[side]
+    torch.set_num_threads(threads)
     from trainers.compat import GRPOConfig, GRPOTrainer
     from trainers.grpo import QuantGRPOTrainer
     from trainers.options import QuantGRPOConfig
@@ -59,6 +67,10 @@ def child(side: str, kind: str, model: str, directory: str) -> None:
 
     class Gate(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
+            if ahead and state.global_step and state.global_step % STEPS == 0:
+                for ordered in trainer.vllm_generation._ahead:
+                    ordered.rollouts.result()
+            print("ready", flush=True)
             sys.stdin.readline()
             self.start = time.perf_counter()
 
@@ -70,7 +82,7 @@ def child(side: str, kind: str, model: str, directory: str) -> None:
     common: dict[str, Any] = dict(
         output_dir=directory, use_cpu=True, bf16=False, gradient_checkpointing=False, learning_rate=1e-9,
         per_device_train_batch_size=256, num_generations=8, max_completion_length=LENGTHS[kind], logging_steps=1,
-        max_steps=ROUNDS + WARMUP, save_strategy="no", report_to="none", disable_tqdm=True, seed=0,
+        max_steps=TURNS * STEPS, save_strategy="no", report_to="none", disable_tqdm=True, seed=0,
     )  # fmt: skip
     rest: dict[str, Any] = dict(
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
@@ -78,6 +90,7 @@ def child(side: str, kind: str, model: str, directory: str) -> None:
         train_dataset=sort_digits_dataset(1024, seed=0),
         processing_class=AutoTokenizer.from_pretrained(model),
     )
+    trainer: Any
     if side == "trl":
         trainer = GRPOTrainer(args=GRPOConfig(**common), **rest)
     else:
@@ -87,9 +100,9 @@ def child(side: str, kind: str, model: str, directory: str) -> None:
         from samplers.pool import SamplerPool
 
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-        config = SamplerConfig(sampler_max_model_len=LENGTHS[kind] + 16)
+        config = SamplerConfig(num_samplers=samplers, sampler_max_model_len=LENGTHS[kind] + 16)
         pool = SamplerPool.vllm(AutoConfig.from_pretrained(model).to_dict(), config)
-        trainer = QuantGRPOTrainer(args=QuantGRPOConfig(**common), samplers=pool, **rest)
+        trainer = QuantGRPOTrainer(args=QuantGRPOConfig(**common, async_steps=ahead), samplers=pool, **rest)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Gate())
     trainer.train()
@@ -108,21 +121,21 @@ def measure(kind: str) -> dict[str, float]:
                 [sys.executable, __file__, "--child", side, kind, model, directory],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             )
-            for side in ("rlq", "trl")
+            for side in SIDES
         }  # fmt: skip
         times: dict[str, list[float]] = {side: [] for side in children}
         lengths: dict[str, list[float]] = {side: [] for side in children}
-        for round_ in range(WARMUP + ROUNDS):
-            for side, process in children.items():
-                process.stdin.write("go\n")
-                process.stdin.flush()
-                while not (line := process.stdout.readline()).startswith("step "):
-                    if not line:
-                        raise SystemExit(f"the {side} trainer ended early; run it alone to see why")
-                if round_ >= WARMUP:
-                    _, seconds, length = line.split()
-                    times[side].append(float(seconds))
-                    lengths[side].append(float(length))
+        for turn, (side, process), step in itertools.product(range(TURNS), children.items(), range(STEPS)):
+            if step == 0:
+                _read(side, process, "ready")
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            _, seconds, length = _read(side, process, "step").split()
+            if step < STEPS - 1:
+                _read(side, process, "ready")
+            if turn and step:
+                times[side].append(float(seconds))
+                lengths[side].append(float(length))
         for process in children.values():
             process.stdin.close()
             process.wait(timeout=60)
@@ -131,16 +144,26 @@ def measure(kind: str) -> dict[str, float]:
     }
 
 
+def _read(side: str, process, word: str) -> str:
+    while not (line := process.stdout.readline()).startswith(word):
+        if not line:
+            raise SystemExit(f"the {side} trainer ended early; run it alone to see why")
+    return line
+
+
 def main() -> None:
     from common import report, row
 
     rows = []
     for kind, goal in (("fixed", 1.0), ("long_tail", 1.3)):
         m = measure(kind)
-        speedup = m["trl"] / m["rlq"]
+        for side, what in (("rlq", "on-policy"), ("rlq_ahead", "async_steps 1")):
+            speedup = m["trl"] / m[side]
+            rows += [
+                row(f"{kind} lengths, {what}: TRL step over rlq step", speedup, f">= {goal}", speedup >= goal),
+                row(f"{kind} lengths, {what}: rlq step, s", m[side]),
+            ]
         rows += [
-            row(f"{kind} lengths: TRL step over rlq step", speedup, f">= {goal}", speedup >= goal),
-            row(f"{kind} lengths: rlq step, s", m["rlq"]),
             row(f"{kind} lengths: TRL step, s", m["trl"]),
             row(f"{kind} lengths: mean completion, rlq tokens", m["rlq_length"]),
             row(f"{kind} lengths: mean completion, TRL tokens", m["trl_length"]),

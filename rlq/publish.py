@@ -87,11 +87,14 @@ def snapshot(
         SnapshotError: see `rlq.checkpoint.bf16_checkpoint`; or the scheme quantizes nothing.
         ConfigError: see `rlq.quantize.model.check_scheme`; or static activations without their magnitudes.
     """
-    weights = bf16_checkpoint(named_tensors)
+    named = list(named_tensors)
+    live = {tensor.data_ptr() for _, tensor in named}
+    weights = bf16_checkpoint(named)
     check_scheme(scheme, {name: weight.shape for name, weight in weights.items()})
     tensors: dict[str, torch.Tensor] = {}
     for _, wire in quantize_weights(weights, scheme, input_amax):
-        tensors |= wire
+        # What is published as it is must not move with the learner.
+        tensors |= {name: t.clone() if t.data_ptr() in live else t for name, t in wire.items()}
     return Snapshot(tensors, version, scheme, tensor_digest(tensors))
 
 

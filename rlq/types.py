@@ -85,13 +85,15 @@ class InstallReport:
     digest: str
     """Digest read back from the engine's own storage."""
     num_tensors: int
-    """Tensors installed."""
+    """Tensors of the version, each as published."""
     ship_s: float
     """Seconds from the packed snapshot to its arrival; 0 in one process."""
     install_s: float
     """Seconds inside the engine (the slowest one of a pool)."""
     pause_s: float
     """Seconds during which no sampler could serve."""
+    shipped_bytes: int = 0
+    """Bytes sent to each sampler; 0 in one process."""
 
 
 class Sampler(Protocol):

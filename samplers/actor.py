@@ -5,6 +5,8 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from rlq.publish import PackedSnapshot, unpack
 from rlq.schemes import Scheme
 from rlq.types import InstallReport, Request, Rollout, Sampler, Sampling
@@ -29,6 +31,10 @@ class SamplerActor:
     def install(self, packed: PackedSnapshot) -> InstallReport:
         """Install a snapshot that lies in shared memory."""
         return self.sampler.install(unpack(packed))
+
+    def update(self, blob: np.ndarray) -> InstallReport:
+        """Install a delta that lies in shared memory; see `rlq.delta`."""
+        return self.sampler.update(blob.tobytes())  # type: ignore[attr-defined]  # engines have it, pools do not
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> tuple[list[Rollout], float]:
         """Sample; returns the rollouts and the seconds spent."""

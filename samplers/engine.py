@@ -1,15 +1,17 @@
 """One vLLM engine behind the `Sampler` protocol: install published weights, sample token ids with their log-probs."""
 
+import functools
 import json
 import logging
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
+from rlq import delta
 from rlq.checkpoint import check_finite
 from rlq.errors import ConfigError, SamplerError, SnapshotError
 from rlq.interop import quantization_config
@@ -76,6 +78,8 @@ class VllmSampler:
                 generation_config="vllm",  # the model's own sampling defaults must not leak into rollouts
                 disable_log_stats=True,
             )
+        self._digest = ""  # of the served version
+        self._in_place: bool = self._on_model(storage.placeable)
         self.specs: dict[str, TensorSpec] = self._on_model(storage.expected_specs)
 
     def _on_model(self, function):
@@ -84,8 +88,9 @@ class VllmSampler:
     def install(self, snap: Snapshot) -> InstallReport:
         """Replace the served weights by `snap`.
 
-        Everything that can be checked is checked before the engine is touched; then the layer-wise reload runs, the
-        tied head is refreshed, the prefix cache is emptied and the tensors are read back.
+        Everything that can be checked is checked before the engine is touched. Then the tensors are written over the
+        old ones where the engine's storage has the published layout, and loaded through vLLM's layer-wise reload
+        elsewhere; the head is refreshed, the prefix cache is emptied and the tensors are read back.
 
         Raises:
             SnapshotError: the snapshot does not fit; the engine still serves the previous version.
@@ -98,21 +103,49 @@ class VllmSampler:
         check_specs(snap.specs, self.specs)
         check_finite({n: t for n, t in snap.tensors.items() if t.dtype in (torch.bfloat16, torch.float32)})
         self._require_usable()
+        return self._change(snap.version, snap.digest, snap.tensors.items(), len(snap.tensors))
+
+    def update(self, blob: bytes) -> InstallReport:
+        """Turn the served version into the next one by a delta, see `rlq.delta`; one tensor at a time.
+
+        Raises:
+            SnapshotError: the delta is damaged or has another base; the engine still serves the previous version.
+            SamplerError: the result is not the published version; the engine is unusable and must be rebuilt.
+        """
+        from . import storage
+
+        self._require_usable()
+        info = delta.inspect(blob)
+        if info.scheme != self.scheme:
+            raise SnapshotError(f"delta is for {info.scheme.name!r}, this sampler serves {self.scheme.name!r}")
+        known: dict[str, storage.Slot] = self._on_model(storage.slots)
+        changes = delta.changes({name: slot.read for name, slot in known.items()}, self.version, self._digest, blob)
+        if not self._in_place:
+            held = {name: slot.read() for name, slot in known.items()}
+            changes = iter((held | dict(changes)).items())
+        return self._change(info.version, info.digest, changes, len(known))
+
+    def _change(
+        self, version: int, digest: str, tensors: Iterable[tuple[str, torch.Tensor]], count: int
+    ) -> InstallReport:
+        from . import storage
+
         start = time.perf_counter()
-        self.broken = f"an install of version {snap.version} did not finish"
+        self.broken = f"an install of version {version} did not finish"
         self.version = None
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(snap.tensors.items())})
-        self._on_model(_refresh_tied_head)
+        if self._in_place:
+            self._on_model(functools.partial(storage.place, tensors=tensors))
+        else:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
+        self._on_model(_refresh_head)
         if not self.llm.reset_prefix_cache():
             raise SamplerError("vLLM refused to reset its prefix cache; finish running requests before an install")
-        digest = self.digest()
-        if digest != snap.digest:
-            raise SamplerError(
-                f"version {snap.version} reads back as {digest[:12]}, not {snap.digest[:12]}; rebuild the engine"
-            )
-        self.version, self.broken = snap.version, None
+        found = self.digest()
+        if found != digest:
+            raise SamplerError(f"version {version} reads back as {found[:12]}, not {digest[:12]}; rebuild the engine")
+        self.version, self.broken, self._digest = version, None, digest
         seconds = time.perf_counter() - start
-        return InstallReport(snap.version, digest, len(snap.tensors), ship_s=0.0, install_s=seconds, pause_s=seconds)
+        return InstallReport(version, digest, count, ship_s=0.0, install_s=seconds, pause_s=seconds)
 
     def switch(self, scheme: Scheme) -> None:
         """An engine serves one scheme for life; a pool replaces its engines."""
@@ -120,9 +153,9 @@ class VllmSampler:
 
     def digest(self) -> str:
         """Digest of the tensors that the engine holds now."""
-        from .storage import wire_tensors
+        from . import storage
 
-        return tensor_digest(self._on_model(wire_tensors))
+        return tensor_digest(self._on_model(storage.wire_tensors))
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Rollout]:
         """Sample; see `rlq.types.Sampler`.
@@ -200,8 +233,8 @@ def _method_config(scheme: Scheme, options: EngineOptions) -> dict:
     return {"quant_method": "rlq", "scheme": scheme.to_dict()}
 
 
-def _refresh_tied_head(model: torch.nn.Module) -> None:
-    """Re-run the head's post-processing: a tied head on a CPU computes with a packed copy that goes stale."""
+def _refresh_head(model: torch.nn.Module) -> None:
+    """Re-run the head's post-processing: on a CPU a head computes with a packed copy, which goes stale."""
     head = getattr(model, "lm_head", None)
     if head is not None and next(model.parameters()).device.type == "cpu":
         head.quant_method.process_weights_after_loading(head)

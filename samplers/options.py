@@ -45,6 +45,10 @@ class SamplerConfig:
     )
     sampler_dtype: str = field(default="float32", metadata={"help": "Compute dtype outside the scheme."})
     sampler_enforce_eager: bool = field(default=True, metadata={"help": "No CUDA graphs."})
+    sampler_whole_every: int = field(
+        default=1,
+        metadata={"help": "Send a whole snapshot every N versions and only changed codes in between; 1: always whole."},
+    )
     sampler_max_restarts: int = field(default=3, metadata={"help": "Actor restarts in one run before it stops."})
     sampler_startup_timeout_s: float = field(default=300.0, metadata={"help": "Seconds that actors get to load."})
 
@@ -56,6 +60,8 @@ class SamplerConfig:
             )
         if self.num_samplers < 1:
             raise ConfigError(f"num_samplers is {self.num_samplers}; use at least 1")
+        if self.sampler_whole_every < 1:
+            raise ConfigError(f"sampler_whole_every is {self.sampler_whole_every}; 1 sends every version whole")
         if self.sampler_arithmetic not in ("emulated", "kernel"):
             raise ConfigError(f"sampler_arithmetic is {self.sampler_arithmetic!r}; use emulated or kernel")
 

@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlq.errors import ConfigError, SamplerError
+from rlq import delta
+from rlq.errors import ConfigError, SamplerError, SnapshotError
 from rlq.publish import Snapshot, pack
 from rlq.schemes import Scheme
 from rlq.types import InstallReport, Request, Rollout, Sampler, Sampling
@@ -46,6 +48,8 @@ class PoolOptions:
     """Actors replaced over the pool's life before it gives up."""
     startup_timeout_s: float = 300.0
     """Seconds for all actors to load."""
+    whole_every: int = 1
+    """Versions per whole snapshot; those in between travel as deltas."""
     call_timeout_s: float = 1800.0
     """Seconds without any answer after which busy actors count as dead."""
 
@@ -77,7 +81,9 @@ class SamplerPool:
         self.scheme, self.options = scheme, options
         self._factory, self._args = factory, args
         self._restarts = 0
-        self._snapshot: ray.ObjectRef | None = None  # packed, what every fresh actor receives first
+        self._snapshot: Snapshot | None = None  # what every fresh actor receives first, and the base of the next delta
+        self._packed: ray.ObjectRef | None = None  # the same in the object store, if somebody needed it whole
+        self._since_whole = 0
         self.version: int | None = None
         self.busy_s = 0.0  # seconds spent generating, summed over actors
         self._bundles = self._reserve()
@@ -91,6 +97,7 @@ class SamplerPool:
             num_cpus=config.sampler_num_cpus,
             num_gpus=config.sampler_num_gpus,
             max_restarts=config.sampler_max_restarts,
+            whole_every=config.sampler_whole_every,
             startup_timeout_s=config.sampler_startup_timeout_s,
         )
         scheme = config.scheme()
@@ -151,21 +158,50 @@ class SamplerPool:
         if self.version is None:
             self._await_start()
         start = time.perf_counter()
-        self._check_store(snap.nbytes)
-        packed = ray.put(pack(snap))
+        blob = self._delta(snap)
+        previous = self._snapshot, self._packed
+        self._snapshot, self._packed = snap, None
+        shipped = snap.nbytes if blob is None else blob.nbytes
+        sent = self._whole() if blob is None else ray.put(blob)
         reports: list[InstallReport] = []
-        waiting = {member.actor.install.remote(packed): member for member in self._members}
+        waiting = {(m.actor.install if blob is None else m.actor.update).remote(sent): m for m in self._members}
+        whole = set(waiting) if blob is None else set()
         while waiting:
             ref, member = self._next(waiting)
             try:
                 reports.append(_get(ref))
+                continue
+            except SnapshotError as error:
+                if ref in whole:  # the samplers go on with what they have, and so does the pool
+                    self._snapshot, self._packed = previous
+                    raise
+                logger.warning("sampler %d needs version %d whole: %s", member.index, snap.version, error)
             except (RayActorError, SamplerError) as error:
                 self._replace(member, f"installing version {snap.version}", error)
-                waiting[member.actor.install.remote(packed)] = member
-        self._snapshot, self.version = packed, snap.version
+            again = member.actor.install.remote(self._whole())
+            waiting[again] = member
+            whole.add(again)
+        self.version = snap.version
+        self._since_whole = 1 if blob is None else self._since_whole + 1
         total = time.perf_counter() - start
         slowest = max(report.install_s for report in reports)
-        return replace(reports[0], ship_s=total - slowest, install_s=slowest, pause_s=max(r.pause_s for r in reports))
+        pause = max(report.pause_s for report in reports)
+        return replace(reports[0], ship_s=total - slowest, install_s=slowest, pause_s=pause, shipped_bytes=shipped)
+
+    def _delta(self, snap: Snapshot) -> np.ndarray | None:
+        """What turns the served version into `snap`, or None if it has to travel whole."""
+        if self.version is None or self._snapshot is None or self._since_whole >= self.options.whole_every:
+            return None
+        blob = delta.encode(self._snapshot, snap)
+        return np.frombuffer(blob, np.uint8) if len(blob) < snap.nbytes else None
+
+    def _whole(self) -> ray.ObjectRef:
+        """The current snapshot in the object store."""
+        assert self._snapshot is not None
+        if self._packed is None:
+            self._check_store(self._snapshot.nbytes)
+            self._packed = ray.put(pack(self._snapshot))
+        return self._packed
 
     def _check_store(self, nbytes: int) -> None:
         """Ray would spill to disk without a word; two snapshots (the old and the new one) must fit."""
@@ -178,7 +214,7 @@ class SamplerPool:
 
     def switch(self, scheme: Scheme) -> None:
         """Start fresh actors for another scheme; they serve nothing until the next install."""
-        self.scheme, self.version, self._snapshot = scheme, None, None
+        self.scheme, self.version, self._snapshot, self._packed = scheme, None, None, None
         for member in self._members:
             ray.kill(member.actor)
             member.actor, member.where = self._spawn(member.index), "not started"
@@ -207,7 +243,7 @@ class SamplerPool:
             except (RayActorError, SamplerError) as error:
                 self._replace(member, f"generating with version {version}", error)
                 # Calls to one actor run in order, so the fresh one installs before it generates.
-                member.actor.install.remote(self._snapshot)
+                member.actor.install.remote(self._whole())
                 pending.appendleft(chunk)
             idle.append(member)
         return [rollout for result in results for rollout in result]

@@ -1,22 +1,41 @@
 """The generation seam: an object with the two methods that GRPOTrainer calls on its vLLM client.
 
+Installs and generate calls run one after the other on a thread of their own, in the order in which they were asked for.
+With `async_steps: 0` the trainer waits for each of them. With k > 0 the prompts of the next k generation batches are
+handed over right after an install, and a batch is taken when training reaches it: k generations old, and no older.
+
 Axes: B completions on this rank, T completion tokens, R completions on all ranks.
 """
 
 import hashlib
 import time
-from collections import Counter
+from collections import Counter, deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import broadcast_object_list, gather_object
 
 from rlq.errors import RlqError, SamplerError
-from rlq.publish import snapshot
+from rlq.publish import Snapshot, snapshot
+from rlq.schemes import Scheme
 from rlq.types import Request, Rollout, Sampler, Sampling
 
 if TYPE_CHECKING:
     from .grpo import QuantGRPOTrainer
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """A batch that the samplers have been asked for."""
+
+    prompts: list[list[int]]
+    """Prompt ids of this rank, one entry per completion."""
+    version: int
+    """Version that samples it."""
+    rollouts: Future | None
+    """(rollouts of all ranks, seconds); None on ranks other than 0."""
 
 
 class SamplerGeneration:
@@ -33,9 +52,17 @@ class SamplerGeneration:
         self.trainer = trainer
         self.samplers = samplers
         self.version: int | None = None
+        """Version published last."""
+        self.rollout_version: int | None = None
+        """Version that sampled the batch taken last."""
+        self.prompt_width = 0
+        """Columns of prompts in the batch taken last, as TRL pads them."""
         # Generate calls at this version, training and evaluation apart; part of the seeds. Apart, because an evaluation
         # between two steps is not repeated when a run resumes there.
         self.calls: Counter[bool] = Counter()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="rlq-samplers")
+        self._install: Future | None = None
+        self._ahead: deque[Ordered] = deque()
 
     @property
     def _is_main(self) -> bool:
@@ -58,24 +85,45 @@ class SamplerGeneration:
         return [(name, tensor) for name, tensor in state.items() if name not in tied]
 
     def _publish(self, named, version: int) -> None:
+        """Quantize now, while the learner stands still; install behind what the samplers are busy with."""
+        self._finish_install()  # one version under way bounds what is held in memory
         start = time.perf_counter()
         assert self.samplers is not None
         snap = snapshot(named, self.samplers.scheme, version)
         quantize_s = time.perf_counter() - start
+        self._install = self._worker.submit(self._installed, snap, quantize_s)
+        if not self.trainer.args.async_steps:
+            self._finish_install()
+
+    def _installed(self, snap: Snapshot, quantize_s: float) -> dict[str, float]:
+        assert self.samplers is not None
         report = self.samplers.install(snap)
         if report.digest != snap.digest:
             raise SamplerError(
-                f"version {version} was published as {snap.digest[:12]} and reads back as {report.digest[:12]}"
+                f"version {snap.version} was published as {snap.digest[:12]} and reads back as {report.digest[:12]}"
             )
-        self.trainer.log_rlq(
-            {
-                "sync/bytes": float(snap.nbytes),
-                "sync/quantize_s": quantize_s,
-                "sync/ship_s": report.ship_s,
-                "sync/install_s": report.install_s,
-                "sync/pause_s": report.pause_s,
-            }
-        )
+        return {
+            "sync/bytes": float(snap.nbytes),
+            "sync/shipped_bytes": float(report.shipped_bytes),
+            "sync/quantize_s": quantize_s,
+            "sync/ship_s": report.ship_s,
+            "sync/install_s": report.install_s,
+            "sync/pause_s": report.pause_s,
+        }
+
+    def _finish_install(self) -> None:
+        if self._install is not None:
+            install, self._install = self._install, None
+            self.trainer.log_rlq(install.result())
+
+    def switch(self, scheme: Scheme) -> None:
+        """Serve another scheme from the next publish on; batches that were asked for before keep theirs."""
+        if self.samplers is not None:
+            self._worker.submit(self.samplers.switch, scheme).result()
+
+    def close(self) -> None:
+        """Forget what was asked for ahead; waits for what is being sampled, so that the samplers can be closed."""
+        self._worker.shutdown(wait=True, cancel_futures=True)
 
     def generate(
         self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None
@@ -87,10 +135,15 @@ class SamplerGeneration:
         """
         if images is not None:
             raise SamplerError("image prompts are not supported by rlq's samplers; train on text")
+        # A batch that was asked for ahead is taken if it is the one wanted; the first of an epoch, evaluations and the
+        # later turns of a conversation are sampled now.
+        taken = self._ahead.popleft() if self._ahead and self._ahead[0].prompts == prompts else self._order(prompts)
+        if self.trainer.in_training:
+            for upcoming in self.trainer.upcoming_prompts()[len(self._ahead) :]:
+                self._ahead.append(self._order(upcoming))
         rank, size = self.trainer.accelerator.process_index, len(prompts)
-        everyone = gather_object(prompts)  # [R] prompts in rank order
-        rollouts = self._on_main(lambda: self._sample(everyone))[rank * size : (rank + 1) * size]
-        self.calls[self.trainer.in_training] += 1
+        rollouts = self._on_main(lambda: self._take(taken))[rank * size : (rank + 1) * size]
+        self.rollout_version, self.prompt_width = taken.version, max(map(len, prompts))
         return (
             [list(r.prompt_ids) for r in rollouts],
             [list(r.token_ids) for r in rollouts],
@@ -98,20 +151,38 @@ class SamplerGeneration:
             [[[token] for token in r.token_ids] for r in rollouts],
         )
 
-    def _sample(self, prompts: list[list[int]]) -> list[Rollout]:
-        trainer, version = self.trainer, self.version
-        assert self.samplers is not None
+    def _order(self, prompts: list[list[int]]) -> Ordered:
+        """Ask the samplers for a batch, to be sampled by the version published last."""
+        trainer, version, training = self.trainer, self.version, self.trainer.in_training
         assert version is not None
-        training = trainer.in_training
+        everyone = gather_object(prompts)  # [R] prompts in rank order
         base = request_seed(trainer.args.seed, version, self.calls[training], training=training)
-        requests = group_requests(prompts, base)
+        self.calls[training] += 1
         sampling = Sampling(trainer.args.temperature, trainer.completion_limit, trainer.stop_token_ids)
+        work = None if self.samplers is None else self._worker.submit(self._sample, everyone, base, sampling, version)
+        return Ordered(prompts, version, work)
+
+    def _sample(
+        self, prompts: list[list[int]], base: int, sampling: Sampling, version: int
+    ) -> tuple[list[Rollout], float]:
+        assert self.samplers is not None
         start = time.perf_counter()
-        rollouts = self.samplers.generate(requests, sampling, version)
+        rollouts = self.samplers.generate(group_requests(prompts, base), sampling, version)
         seconds = time.perf_counter() - start
         check_rollouts(rollouts, prompts, version, self.samplers.scheme.name, sampling.temperature)
+        return rollouts, seconds
+
+    def _take(self, ordered: Ordered) -> list[Rollout]:
+        assert ordered.rollouts is not None
+        start = time.perf_counter()
+        if self._install is not None and self._install.done():
+            self._finish_install()  # its error says more than that of the batch behind it
+        rollouts, seconds = ordered.rollouts.result()
+        waited = time.perf_counter() - start
         tokens = sum(len(r.token_ids) for r in rollouts)
-        trainer.log_rlq({"rollout/tokens_per_s": tokens / seconds, "time/generate_s": seconds})
+        self.trainer.log_rlq(
+            {"rollout/tokens_per_s": tokens / seconds, "time/generate_s": seconds, "time/wait_s": waited}
+        )
         return rollouts
 
     def _on_main(self, work) -> Any:

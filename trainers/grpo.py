@@ -14,8 +14,10 @@ from rlq.errors import SamplerError
 from rlq.schemes import Scheme
 from rlq.types import Sampler
 
+from .compact import compact_forward
 from .compat import GRPOTrainer
 from .generation import SamplerGeneration
+from .lookahead import LookAhead
 from .observe import Observer, ScoredBatch
 from .options import QuantGRPOConfig
 
@@ -41,9 +43,21 @@ class QuantGRPOTrainer(GRPOTrainer):
         # The generation seam: what TRL sets up for a vLLM server, with our object in its place.
         self.use_vllm, self.vllm_mode, self._last_loaded_step = True, "server", -1
         self.vllm_generation = SamplerGeneration(self, samplers)
+        if self.args.compact_buckets:
+            one_rank = self.accelerator.num_processes == 1
+            width = (lambda: self.vllm_generation.prompt_width) if one_rank else None
+            # One micro-batch per generation batch: what is scored is what is learned from, with the same weights.
+            once = (
+                one_rank
+                and self.args.steps_per_generation == 1
+                and not self.args.gradient_checkpointing
+                and self.args.beta == 0
+            )
+            compact_forward(self.model, self.args.compact_buckets, width, score_once=once)
         self.add_callback(VersionLag(self))
         self.reducer = AccelerateReducer(self.accelerator) if self.accelerator.num_processes > 1 else None
         self.observer: Observer | None = None
+        self._look_ahead: LookAhead | None = None
 
     @property
     def completion_limit(self) -> int:
@@ -57,6 +71,24 @@ class QuantGRPOTrainer(GRPOTrainer):
         assert self.model is not None
         return self.model.training
 
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """Trainer's own, through an iterator that can say what comes next."""
+        if self.args.async_steps:
+            if self._look_ahead is None or self._look_ahead.batches is not epoch_iterator:
+                assert self.args.steps_per_generation is not None
+                self._look_ahead = LookAhead(epoch_iterator, self.args.steps_per_generation * self.num_iterations)
+            epoch_iterator = self._look_ahead
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def upcoming_prompts(self) -> list[list[list[int]]]:
+        """Prompt ids of the next `async_steps` generation batches on this rank; fewer at the end of an epoch or run."""
+        if self._look_ahead is None:
+            return []
+        micro_steps = (self.state.max_steps - self.state.global_step) * self.args.gradient_accumulation_steps
+        left = -(-micro_steps // self._look_ahead.repeats) - 1
+        batches = self._look_ahead.upcoming(min(self.args.async_steps, left))
+        return [self._tokenize_prompts([row["prompt"] for row in batch])[0] for batch in batches]
+
     def log_rlq(self, metrics: dict[str, float]) -> None:
         """Add values, equal on every rank, to the next log entry under `rlq/`."""
         mode = "train" if self.in_training else "eval"
@@ -65,6 +97,8 @@ class QuantGRPOTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """The score seam: replace TRL's ratio by the bridge's weights, and its loss mask by the tokens that stay."""
+        if self._look_ahead is not None and self.in_training:
+            self._look_ahead.begin()
         out = super()._generate_and_score_completions(inputs)
         start = time.perf_counter()
         mask = out["completion_mask"].bool()
@@ -93,8 +127,7 @@ class QuantGRPOTrainer(GRPOTrainer):
 
     def switch_scheme(self, scheme: Scheme) -> None:
         """Sample under another scheme from the next publish on."""
-        if self.vllm_generation.samplers is not None:
-            self.vllm_generation.samplers.switch(scheme)
+        self.vllm_generation.switch(scheme)
         self._last_loaded_step = -1  # publish again even if no step lies in between
 
     def _refuse_nonfinite(self, metrics: dict[str, float]) -> None:
@@ -114,7 +147,7 @@ class VersionLag(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         """Runs after the gradients are there and before the weights move."""
-        version = self.trainer.vllm_generation.version
+        version = self.trainer.vllm_generation.rollout_version
         assert version is not None
         self.trainer.log_rlq({"sync/version_lag": float(state.global_step - version)})
 

@@ -126,7 +126,10 @@ def train(plan: LearnerPlan, samplers: Sampler | None) -> None:
     main = trainer.accelerator.is_main_process
     if main and "wandb" in (plan.grpo.report_to or ()):
         wandb_run.start(plan.run_dir, plan.run_dir.name, plan.grpo.run_name or plan.run_dir.name, plan.config)
-    trainer.train(resume_from_checkpoint=str(plan.resume) if plan.resume else None)
+    try:
+        trainer.train(resume_from_checkpoint=str(plan.resume) if plan.resume else None)
+    finally:
+        trainer.vllm_generation.close()
     state: Any = trainer.accelerator.get_state_dict(trainer.model) if trainer.accelerator.num_processes > 1 else None
     if main:
         save_final(trainer, plan, state)

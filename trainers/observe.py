@@ -143,6 +143,10 @@ class Observer(TrainerCallback):
         run_dir: Path,
         taps: Sequence[RewardTap],
     ):
+        if config.gap_every and trainer.args.async_steps:
+            raise ConfigError(
+                "gap_every needs the learner at the sampled version, which is gone with async_steps; set 0"
+            )
         self.trainer, self.config, self.scheme, self.run_dir, self.taps = trainer, config, scheme, run_dir, taps
         self.shadows = config.shadows()
         self.guard = Guard(rules=config.rules())
@@ -229,7 +233,8 @@ class Observer(TrainerCallback):
             _wandb_log_breakdown(rows, counts, edges, step)
 
     def _dump(self, batch: ScoredBatch, step: int) -> None:
-        count = len(batch.mask)
+        count, sampled_by = len(batch.mask), self.trainer.vllm_generation.rollout_version
+        assert sampled_by is not None
         rollouts = Rollouts(
             sampler_logprobs=batch.sampler.cpu(),
             mask=batch.mask.cpu(),
@@ -237,7 +242,7 @@ class Observer(TrainerCallback):
             token_ids=batch.out["completion_ids"].cpu(),
             reward=self._rewards(),
             advantage=batch.out["advantages"].cpu(),
-            version=torch.full((count,), step),
+            version=torch.full((count,), sampled_by),
             step=torch.full((count,), step),
             scheme=(self.scheme.name,) * count,
         )

@@ -38,6 +38,17 @@ class QuantGRPOConfig(GRPOConfig):
     max_nonfinite_frac: float = field(
         default=0.01, metadata={"help": "Stop when more than this share of a batch's tokens has no finite log-prob."}
     )
+    async_steps: int = field(
+        default=0,
+        metadata={"help": "Generation batches that are sampled ahead while the learner trains; 0 is on-policy."},
+    )
+    compact_buckets: int = field(
+        default=8,
+        metadata={
+            "help": "Length groups per forward pass: each is computed without its padding, and a group's prompt once; "
+            "0 computes what TRL computes."
+        },
+    )
 
     def __post_init__(self) -> None:
         for name, allowed, reason in REQUIRED:
@@ -46,6 +57,10 @@ class QuantGRPOConfig(GRPOConfig):
                 raise ConfigError(f"{name}={value!r} cannot be used with rlq: {reason}; set it to {allowed[0]!r}")
         if not self.temperature > 0:
             raise ConfigError(f"temperature={self.temperature} gives no ratio; use a value above 0")
+        if self.async_steps < 0:
+            raise ConfigError(f"async_steps={self.async_steps} is negative; 0 waits for every batch")
+        if self.compact_buckets < 0:
+            raise ConfigError(f"compact_buckets={self.compact_buckets} is negative; use 0 to compute the padding too")
         if self.max_completion_length is None:
             raise ConfigError("max_completion_length is None; the samplers need a limit in tokens, such as 512")
         super().__post_init__()

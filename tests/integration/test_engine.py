@@ -1,12 +1,15 @@
 """A real vLLM engine in a Ray actor: what it serves, what it samples, and what it refuses."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
+from rlq import delta
 from rlq.errors import ConfigError, SnapshotError
 from rlq.publish import snapshot
 from rlq.schemes import Scheme
@@ -73,6 +76,37 @@ def test_a_version_is_served_exactly_whatever_came_before(fp8):
     again = fp8.generate(requests(), SAMPLING, version=1)
     assert before == again, "the same version must sample the same rollouts, log-probs included, bit for bit"
     assert [r.logprobs for r in before] != [r.logprobs for r in between]
+
+
+def test_deltas_leave_the_engine_with_exactly_the_published_version(fp8, monkeypatch):
+    """Ten versions, every fifth whole; afterwards it samples what an engine samples that got the last one whole."""
+    monkeypatch.setattr(fp8, "options", replace(fp8.options, whole_every=5))
+    model, small = learner(), 0
+    for version in range(10):
+        with torch.no_grad():
+            for index, parameter in enumerate(model.parameters()):
+                generator = torch.Generator().manual_seed(100 * version + index)
+                parameter.add_(torch.randn(parameter.shape, generator=generator).sign(), alpha=1e-4)
+        snap = snapshot(model.named_parameters(), fp8.scheme, version)
+        report = fp8.install(snap)
+        assert (report.version, report.digest) == (version, snap.digest)
+        small += report.shipped_bytes < snap.nbytes
+    assert small == 8, "versions 0 and 5 travel whole"
+    after = fp8.generate(requests(), SAMPLING, version=9)
+    monkeypatch.setattr(fp8, "options", replace(fp8.options, whole_every=1))
+    assert fp8.install(snapshot(model.named_parameters(), fp8.scheme, 9)).shipped_bytes == snap.nbytes
+    assert fp8.generate(requests(), SAMPLING, version=9) == after
+
+
+def test_a_delta_that_does_not_fit_is_refused_and_the_version_travels_whole(fp8, monkeypatch, caplog):
+    first, second = learner(), learner(shift=0.001)
+    fp8.install(snapshot(first.named_parameters(), fp8.scheme, 1))
+    snap = snapshot(second.named_parameters(), fp8.scheme, 2)
+    wrong = delta.encode(snap, snapshot(first.named_parameters(), fp8.scheme, 3))
+    monkeypatch.setattr(fp8, "_delta", lambda snap: np.frombuffer(wrong, np.uint8))
+    assert fp8.install(snap).digest == snap.digest
+    assert "needs version 2 whole" in caplog.text
+    assert fp8.generate(requests(count=1), SAMPLING, version=2)
 
 
 def test_sampler_agrees_with_the_transformers_reference(fp8):

@@ -1,0 +1,156 @@
+"""Deltas make exactly the next version, or nothing."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlq import delta
+from rlq.errors import SnapshotError
+from rlq.publish import Snapshot, snapshot, tensor_digest
+from rlq.schemes import Scheme
+
+SCHEMES = ["fp8", "int8", "nvfp4", "mxfp4", "w4a16", "fp8_block", "bf16"]
+
+
+def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"model.layers.0.mlp.up_proj.weight": (96, 256), "model.layers.0.mlp.down_proj.weight": (256, 128)}
+    out = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in shapes.items()}
+    return out | {"model.norm.weight": torch.ones(256), "lm_head.weight": torch.randn(32, 256, generator=generator)}
+
+
+def stepped(tensors: dict[str, torch.Tensor], lr: float, seed: int) -> dict[str, torch.Tensor]:
+    """Sign steps, as Adam takes at first."""
+    generator = torch.Generator().manual_seed(seed)
+    return {n: t - lr * torch.randn(t.shape, generator=generator).sign() for n, t in tensors.items()}
+
+
+def publish(tensors: dict[str, torch.Tensor], scheme: str, version: int) -> Snapshot:
+    return snapshot(tensors.items(), Scheme.preset(scheme), version)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("lr", [0.0, 1e-6, 1e-4, 1e-2])
+def test_the_result_is_the_new_version(scheme, lr):
+    old = publish(weights(), scheme, 3)
+    new = publish(stepped(weights(), lr, 1), scheme, 4)
+    blob = delta.encode(old, new)
+    made = delta.apply(old, blob)
+    assert (made.version, made.scheme, made.digest) == (4, new.scheme, new.digest)
+    assert tensor_digest(made.tensors) == tensor_digest(new.tensors)
+    assert list(made.tensors) == list(new.tensors)
+    info = delta.inspect(blob)
+    assert (info.base_version, info.version, info.digest) == (3, 4, new.digest)
+    assert info.elements == sum(t.numel() for t in new.tensors.values())
+    assert (info.changed == 0) == (len(delta.changed_tensors(blob)) == 0)
+
+
+def test_a_long_chain_ends_where_a_whole_snapshot_does():
+    learner, served = weights(), publish(weights(), "fp8", 0)
+    last = served
+    for version in range(1, 101):
+        learner = stepped(learner, 1e-4, version)
+        new = publish(learner, "fp8", version)
+        served = delta.apply(served, delta.encode(last, new))
+        last = new
+    assert tensor_digest(served.tensors) == tensor_digest(publish(learner, "fp8", 100).tensors)
+
+
+def test_a_delta_of_everything_is_not_larger_than_the_snapshot():
+    old, new = publish(weights(0), "fp8", 0), publish(weights(9), "fp8", 1)
+    blob = delta.encode(old, new)
+    assert len(blob) < new.nbytes + 4096
+    assert delta.apply(old, blob).digest == new.digest
+
+
+def test_small_changes_cost_little_more_than_their_entropy():
+    """0.1% of a million codes moved by one step of either sign: positions and a sign, 12.4 bits each.
+
+    A position costs (H(p) / p) bits, H the binary entropy of p = 0.001: 11.4. A sign costs 1.
+    """
+    codes = torch.randint(0, 256, (1024, 1024), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    moved = codes.clone()
+    where = torch.rand(codes.shape, generator=torch.Generator().manual_seed(1)) < 1e-3
+    moved[where] += torch.where(torch.rand(int(where.sum()), generator=torch.Generator().manual_seed(2)) < 0.5, 1, 255)
+    scheme = Scheme.preset("fp8")
+    old = Snapshot({"w": codes}, 0, scheme, tensor_digest({"w": codes}))
+    new = Snapshot({"w": moved}, 1, scheme, tensor_digest({"w": moved}))
+    p = 1e-3
+    entropy = -(p * math.log2(p) + (1 - p) * math.log2(1 - p)) / p + 1
+    body = len(delta.encode(old, new)) - 700  # header
+    assert body * 8 / int(where.sum()) < 1.12 * entropy
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_change_of_any_type_survives(data):
+    dtype = data.draw(st.sampled_from([torch.uint8, torch.int8, torch.bfloat16, torch.float32, torch.int64]))
+    size = data.draw(st.integers(1, 300))
+    width = torch.empty(0, dtype=dtype).element_size()
+    raw = torch.tensor(data.draw(st.lists(st.integers(0, 255), min_size=size * width, max_size=size * width)))
+    old = raw.to(torch.uint8).view(dtype)
+    fresh = raw.to(torch.uint8).clone()
+    for at in data.draw(st.lists(st.integers(0, size * width - 1), max_size=20)):
+        fresh[at] ^= data.draw(st.integers(1, 255))
+    scheme = Scheme.preset("bf16")
+    base = Snapshot({"t": old}, 0, scheme, tensor_digest({"t": old}))
+    new = Snapshot({"t": fresh.view(dtype)}, 1, scheme, tensor_digest({"t": fresh.view(dtype)}))
+    made = delta.apply(base, delta.encode(base, new)).tensors["t"]
+    assert torch.equal(made.view(torch.uint8), fresh)
+
+
+# ---- what is refused
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return publish(weights(), "fp8", 3), publish(stepped(weights(), 1e-4, 1), "fp8", 4)
+
+
+def test_a_wrong_base_is_refused(pair):
+    old, new = pair
+    blob = delta.encode(old, new)
+    for wrong in (new, replace(old, version=2), publish(weights(5), "fp8", 3)):
+        with pytest.raises(SnapshotError, match="applies to version 3"):
+            delta.apply(wrong, blob)
+
+
+def test_other_schemes_and_names_have_no_delta(pair):
+    old, _ = pair
+    with pytest.raises(SnapshotError, match="not possible"):
+        delta.encode(old, publish(weights(), "int8", 4))
+    renamed = {name.replace("up", "gate"): tensor for name, tensor in weights().items()}
+    with pytest.raises(SnapshotError, match="missing"):
+        delta.encode(old, publish(renamed, "fp8", 4))
+
+
+def test_a_thousand_damaged_deltas_are_refused(pair):
+    """Cut short, bits flipped, pieces swapped, doubled: never applied, and the base is as it was."""
+    old, new = pair
+    blob, rng = delta.encode(old, new), random.Random(0)
+    for _ in range(1000):
+        damaged = bytearray(blob)
+        kind = rng.choice(["cut", "flip", "swap", "double"])
+        a, b = sorted(rng.sample(range(len(blob)), 2))
+        if kind == "cut":
+            del damaged[a:]
+        elif kind == "flip":
+            damaged[a] ^= 1 << rng.randrange(8)
+        elif kind == "swap":
+            damaged = damaged[b:] + damaged[:b]
+        else:
+            damaged += damaged[a:b]
+        with pytest.raises(SnapshotError):
+            delta.apply(old, bytes(damaged))
+    assert tensor_digest(old.tensors) == old.digest
+
+
+def test_a_result_with_another_digest_is_refused(pair):
+    old, new = pair
+    with pytest.raises(SnapshotError, match="send it whole"):
+        delta.apply(old, delta.encode(old, replace(new, digest="0" * 64)))

@@ -1,0 +1,138 @@
+"""Sampling ahead: which batches are asked for when, by which version, and that 0 steps ahead changes nothing."""
+
+import pytest
+import torch
+from grpo_steps import BATCH, build, reference_samplers
+
+from rlq.errors import ConfigError, SamplerError
+from trainers.lookahead import LookAhead
+from trainers.observe import ObserveConfig, Observer
+from trainers.options import QuantGRPOConfig
+
+
+@pytest.fixture(scope="module")
+def samplers():
+    return reference_samplers()
+
+
+# ---- the iterator
+
+
+def test_it_yields_what_it_reads_and_names_what_follows():
+    ahead = LookAhead(iter("aabbcc"), repeats=2)
+    seen = [next(ahead), next(ahead)]
+    ahead.begin()
+    assert ahead.upcoming(1) == ["b"]
+    assert ahead.upcoming(5) == ["b", "c"]
+    seen.append(next(ahead))
+    ahead.begin()
+    assert ahead.upcoming(1) == ["c"]
+    assert [*seen, *ahead] == list("aabbcc")
+
+
+def test_micro_batches_that_were_already_handed_out_still_count_as_upcoming():
+    # An optimizer step of four micro-batches takes two generation batches at once.
+    ahead = LookAhead(iter("aabbccdd"), repeats=2)
+    assert [next(ahead) for _ in range(4)] == list("aabb")
+    ahead.begin()
+    assert ahead.upcoming(2) == ["b", "c"]
+    ahead.begin()
+    assert ahead.upcoming(2) == ["c", "d"]
+
+
+# ---- the trainer
+
+
+class Log:
+    """Wraps a sampler and notes what happens to it, in order."""
+
+    def __init__(self, sampler):
+        self.sampler, self.scheme, self.events, self.fail_at = sampler, sampler.scheme, [], 0
+
+    def install(self, snap):
+        self.events.append(f"install {snap.version}")
+        return self.sampler.install(snap)
+
+    def generate(self, requests, sampling, version):
+        self.events.append(f"generate {version}")
+        if len(self.events) == self.fail_at:
+            raise SamplerError("the sampler broke")
+        return self.sampler.generate(requests, sampling, version)
+
+
+def run(samplers, path, max_steps=4, **settings):
+    trainer, steps = build(samplers, path, max_steps=max_steps, **settings)
+    trainer.vllm_generation.samplers = log = Log(trainer.vllm_generation.samplers)
+    return trainer, steps, log
+
+
+def test_order_of_installs_and_batches(samplers, tmp_path):
+    events = {}
+    lags = {}
+    for k in (0, 1, 2):
+        trainer, _, log = run(samplers, tmp_path, async_steps=k)
+        trainer.train()
+        trainer.vllm_generation.close()
+        events[k] = log.events
+        lags[k] = [r["rlq/sync/version_lag"] for r in trainer.state.log_history if "loss" in r]
+    assert events[0] == [f"{what} {v}" for v in range(4) for what in ("install", "generate")]
+    assert ", ".join(events[1]) == (
+        "install 0, generate 0, generate 0, install 1, generate 1, install 2, generate 2, install 3"
+    )
+    assert ", ".join(events[2]) == (
+        "install 0, generate 0, generate 0, generate 0, install 1, generate 1, install 2, install 3"
+    )
+    assert lags == {0: [0, 0, 0, 0], 1: [0, 1, 1, 1], 2: [0, 1, 2, 2]}
+
+
+def test_batches_are_those_of_a_run_that_does_not_look_ahead(samplers, tmp_path):
+    prompts = {}
+    for k in (0, 2):
+        trainer, steps, _ = run(samplers, tmp_path, async_steps=k, gradient_accumulation_steps=2, max_steps=6)
+        trainer.train()
+        prompts[k] = [sorted(map(tuple, b["prompt_ids"].tolist())) for step in steps.batches for b in step]
+    assert prompts[0] == prompts[2]
+    assert len(prompts[0]) == 12
+
+
+def test_two_calls_at_one_version_draw_from_two_streams(samplers, tmp_path):
+    trainer, _, _ = run(samplers, tmp_path, async_steps=2)
+    seeds = []
+    inner = trainer.vllm_generation.samplers.sampler
+    original = inner.generate
+    inner.generate = lambda requests, sampling, version: (
+        seeds.extend(r.seed for r in requests) or original(requests, sampling, version)
+    )
+    trainer.train()
+    assert len(seeds) == len(set(seeds)) == 4 * BATCH // 4
+
+
+def test_the_learner_waits_for_a_batch_and_sees_its_error(samplers, tmp_path):
+    trainer, _, log = run(samplers, tmp_path, async_steps=1)
+    log.fail_at = 3  # the batch that was asked for ahead
+    with pytest.raises(SamplerError, match="the sampler broke"):
+        trainer.train()
+    trainer.vllm_generation.close()
+    assert trainer.state.global_step == 1
+
+
+def test_a_published_version_does_not_move_with_the_learner(samplers, tmp_path):
+    """The learner trains in place while its last version waits to be installed."""
+    trainer, _, log = run(samplers, tmp_path)
+    held = []
+    log.install = lambda snap: held.append(snap) or log.sampler.install(snap)
+    trainer.model.to(torch.bfloat16)  # a cast to bf16 is no copy
+    trainer.vllm_generation.sync_weights()
+    before = {name: tensor.clone() for name, tensor in held[0].tensors.items()}
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.add_(1.0)
+    assert all(torch.equal(before[name], tensor) for name, tensor in held[0].tensors.items())
+
+
+def test_refusals(samplers, tmp_path):
+    with pytest.raises(ConfigError, match="async_steps=-1"):
+        QuantGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, async_steps=-1)
+    trainer, _, log = run(samplers, tmp_path, async_steps=1)
+    with pytest.raises(ConfigError, match="gap_every"):
+        Observer(trainer, ObserveConfig(gap_every=1), log.scheme, tmp_path, [])
