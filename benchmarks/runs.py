@@ -1,6 +1,7 @@
-"""Whole runs: FP8 against the bf16 control over seeds, the same seed twice, and where a step's time goes.
+"""Whole runs of every scheme over seeds, the same seed twice, and where a step's time goes.
 
-Each run is `launch/grpo_*.py` in a fresh process, one after the other. Draws docs/curves.png.
+Each run is `launch/grpo_fp8.py` with the scheme's configuration in a fresh process, one after the other. Draws
+docs/curves.png and writes the table of schemes into docs/formats.md.
 """
 
 import itertools
@@ -18,7 +19,9 @@ from common import ROOT, report, row
 
 from trainers.tracking.curves import plot_curves
 
+SCHEMES = ("fp8", "bf16", "fp8_block", "int8", "nvfp4", "nvfp4a16", "mxfp4")
 SEEDS = (0, 1, 2)
+BEGIN, END = "<!-- runs:begin -->", "<!-- runs:end -->"
 WINDOW = 5  # steps averaged at either end
 OVERHEAD = ("sync/quantize_s", "sync/ship_s", "sync/install_s", "time/bridge_s", "time/track_s")
 CLOCKS = ("time", "step_time", "_s", "tokens_per_s")
@@ -27,7 +30,8 @@ CLOCKS = ("time", "step_time", "_s", "tokens_per_s")
 def run(scheme: str, seed: int, directory: Path) -> tuple[list[dict[str, Any]], float]:
     """Records and wall seconds of one run."""
     start = time.perf_counter()
-    command = [sys.executable, ROOT / f"launch/grpo_{scheme}.py", "--seed", str(seed), "--output_dir", directory]
+    flags = ["--config", ROOT / f"configs/grpo_{scheme}.yaml", "--seed", str(seed), "--output_dir", directory]
+    command = [sys.executable, ROOT / "launch/grpo_fp8.py", *flags]
     subprocess.run(
         command,
         check=True,
@@ -56,23 +60,39 @@ def overhead(records: list[dict[str, Any]]) -> float:
     return statistics.median(shares)
 
 
+def write_table(arms: dict[str, list[list[dict[str, Any]]]]) -> None:
+    """Per scheme, over its runs: what it reaches, how far samplers are from the learner, what a step sends."""
+    lines = [
+        "| scheme | accuracy, last 5 steps | +- | sampler k3 | clipped tokens | ESS, tokens | ESS, sequences | bytes per step |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for scheme, runs in arms.items():
+        final = [accuracy(records[-WINDOW:]) for records in runs]
+        names = ("sampler_kl_k3", "clip_frac_high", "ess_token", "ess_seq", "sync/bytes")
+        k3, clip, token, seq, size = (statistics.mean(r[f"rlq/{n}"] for rs in runs for r in rs) for n in names)
+        lines.append(
+            f"| `{scheme}` | {statistics.mean(final):.3f} | {standard_error(final):.3f} | {k3:.1e} | {clip:.2%} | "
+            f"{token:.4f} | {seq:.3f} | {size:,.0f} |"
+        )
+    page = ROOT / "docs/formats.md"
+    head, rest = page.read_text().split(BEGIN)
+    page.write_text("\n".join([head + BEGIN, *lines, END + rest.split(END)[1]]))
+
+
 def main() -> None:
-    arms: dict[str, list[list[dict[str, Any]]]] = {"fp8": [], "bf16": []}
-    walls = []
+    arms: dict[str, list[list[dict[str, Any]]]] = {scheme: [] for scheme in SCHEMES}
+    walls: list[tuple[str, float]] = []
     with tempfile.TemporaryDirectory() as scratch:
         for seed in SEEDS:
-            for scheme in arms:  # the arms take turns
+            for scheme in SCHEMES:  # they take turns
                 records, wall = run(scheme, seed, Path(scratch) / f"{scheme}-{seed}")
                 arms[scheme].append(records)
-                walls.append(wall)
+                walls.append((scheme, wall))
                 print(f"     {scheme} seed {seed}: {accuracy(records[-WINDOW:]):.3f} in {wall:.0f} s", flush=True)
         twin, _ = run("fp8", SEEDS[0], Path(scratch) / "twin")
+    write_table(arms)
     plot_curves(
-        {
-            f"{scheme} {seed}": records
-            for scheme, runs in arms.items()
-            for seed, records in zip(SEEDS, runs, strict=True)
-        },
+        {f"{s} {seed}": records for s in ("fp8", "bf16") for seed, records in zip(SEEDS, arms[s], strict=True)},
         ROOT / "docs/curves.png",
     )
     first = statistics.mean(accuracy(r[:WINDOW]) for r in arms["fp8"])
@@ -90,7 +110,10 @@ def main() -> None:
     report(
         "runs",
         [
-            row("one run from start to summary, without `make run`'s Ray head, s", statistics.median(walls)),
+            row(
+                "one run from start to summary, without `make run`'s Ray head, s",
+                statistics.median(wall for scheme, wall in walls if scheme == "fp8"),
+            ),
             row(f"fp8 sampling accuracy, first {WINDOW} steps", first, "<= 0.45", first <= 0.45),
             row(f"fp8 sampling accuracy, last {WINDOW} steps", means["fp8"], ">= 0.90", means["fp8"] >= 0.90),
             row(f"bf16 sampling accuracy, last {WINDOW} steps", means["bf16"]),

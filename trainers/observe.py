@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,7 @@ from rlq.bridge import (
 from rlq.errors import ConfigError
 from rlq.schemes import Scheme
 
-from .quantized_learner import quantized_copy, score, without_worst_modules
+from .quantized_learner import differentiable_score, quantized_copy, score, without_worst_modules
 
 if TYPE_CHECKING:
     from .grpo import QuantGRPOTrainer
@@ -63,6 +64,12 @@ class ObserveConfig:
         default=None, metadata={"help": "Presets to evaluate beside the one that trains, such as trl/token_truncate."}
     )
     shadow_every: int = field(default=10, metadata={"help": "Evaluate them every N steps."})
+    shadow_parameters: str | None = field(
+        default=None,
+        metadata={
+            "help": "Pattern of the parameters whose policy gradients are compared; default: the final norm's weight."
+        },
+    )
     gap_every: int = field(
         default=0, metadata={"help": "Attribute the gap to quantization, engine, staleness every N."}
     )
@@ -153,6 +160,7 @@ class Observer(TrainerCallback):
         self.guard_state = self.guard.start()
         self.stopped: str | None = None  # why the guard ended the run
         self._gap: tuple[ScoredBatch, torch.Tensor] | None = None
+        self._shadow_slice()  # a pattern that matches nothing is refused now
 
     @property
     def is_main(self) -> bool:
@@ -199,6 +207,14 @@ class Observer(TrainerCallback):
 
     def _shadow(self, batch: ScoredBatch) -> None:
         few = self._slice(batch)
+        parameters = self._shadow_slice()
+        with torch.enable_grad():
+            log_p, _ = differentiable_score(self.trainer.model, few.out, self.trainer.args.temperature)
+
+        def gradient(coefficients: torch.Tensor) -> torch.Tensor:
+            parts = torch.autograd.grad(log_p, parameters, coefficients.to(log_p.dtype), retain_graph=True)
+            return torch.cat([part.flatten() for part in parts])
+
         estimates = shadow(
             few.learner,
             few.sampler,
@@ -206,9 +222,21 @@ class Observer(TrainerCallback):
             self.shadows,
             active=self.trainer.correction,
             advantages=few.out["advantages"],
+            gradient=gradient,
             reduce=self.trainer.reducer,
         )
         self.trainer.log_rlq(shadow_metrics(estimates))
+
+    def _shadow_slice(self) -> list[torch.nn.Parameter]:
+        """The parameters that shadow gradients are taken of."""
+        named = list(self.trainer.accelerator.unwrap_model(self.trainer.model).named_parameters())
+        pattern = self.config.shadow_parameters
+        if pattern is None:
+            return [parameter for _, parameter in named if parameter.ndim == 1][-1:]
+        found = [parameter for name, parameter in named if re.search(pattern, name)]
+        if not found:
+            raise ConfigError(f"shadow_parameters {pattern!r} matches no parameter; names look like {named[-1][0]!r}")
+        return found
 
     def _rewards(self) -> torch.Tensor:
         return torch.tensor([tap.values for tap in self.taps], dtype=torch.float64).nansum(0)

@@ -37,9 +37,16 @@ def quantized_copy(trainer: "QuantGRPOTrainer", scheme: Scheme, version: int) ->
     return model.to(learner.device)
 
 
-@torch.no_grad()
 def score(model: Any, out: dict[str, torch.Tensor], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Score the completions of a TRL batch, in fp32, teacher-forced, a few sequences at a time.
+    """Score the completions of a TRL batch, in fp32, teacher-forced, a few sequences at a time; no gradients."""
+    with torch.no_grad():
+        return differentiable_score(model, out, temperature)
+
+
+def differentiable_score(
+    model: Any, out: dict[str, torch.Tensor], temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `score`, with gradients.
 
     Returns:
         Log-probs (B, T) of the tokens and entropies (B, T) of the distributions they were drawn from, in nats.

@@ -6,7 +6,7 @@ Axes: B sequences, T completion tokens (padded), K corrections, D gradient featu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -51,13 +51,14 @@ def shadow(
     active: Correction,
     advantages: Tensor,
     features: Tensor | None = None,
+    gradient: Callable[[Tensor], Tensor] | None = None,
     reduce: Reducer | None = None,
 ) -> dict[str, ShadowEstimate]:
     """Every named correction on the same batch, its gradient compared with that of the active one.
 
     A correction estimates the policy gradient as g = (1 / denominator) sum_t w_t A_t phi_t over its kept tokens, where
-    phi_t is the gradient of log pi(y_t) with respect to some slice of the parameters. Without ``features`` they are
-    taken as orthonormal: the cosine is then that of the coefficients w_t A_t themselves.
+    phi_t is the gradient of log pi(y_t) with respect to some slice of the parameters: given as ``features``, or summed
+    by ``gradient``. With neither they are taken as orthonormal: the cosine is then that of the coefficients w_t A_t.
 
     Args:
         learner_logprobs: (B, T).
@@ -67,6 +68,7 @@ def shadow(
         active: the correction that trains.
         advantages: (B,) or (B, T).
         features: (B, T, D), phi_t; what lies outside the mask never matters.
+        gradient: turns coefficients (B, T), fp64, 0 outside the mask, into sum_t c_t phi_t, (D,).
         reduce: combines sums over the ranks that share the batch.
 
     Raises:
@@ -77,7 +79,7 @@ def shadow(
     everything = {"": active} | dict(corrections)
     results = correct_all(learner_logprobs, sampler_logprobs, mask, everything, advantages=advantages, reduce=reduce)
     outputs = list(results.values())
-    gram = _gram(outputs, advantages, features, reduce)
+    gram = _gram(outputs, advantages, features, gradient, reduce)
     norms = [math.sqrt(max(0.0, float(gram[k, k]))) for k in range(len(outputs))]
     estimates = {}
     for k, (name, out) in enumerate(zip(corrections, outputs[1:], strict=True), start=1):
@@ -99,15 +101,27 @@ def shadow_metrics(estimates: Mapping[str, ShadowEstimate]) -> dict[str, float]:
     return {f"shadow/{name}/{field}": value for name, e in estimates.items() for field, value in vars(e).items()}
 
 
-def _gram(outputs: list[BridgeOutput], advantages: Tensor, features: Tensor | None, reduce: Reducer | None) -> Tensor:
+def _gram(
+    outputs: list[BridgeOutput],
+    advantages: Tensor,
+    features: Tensor | None,
+    gradient: Callable[[Tensor], Tensor] | None,
+    reduce: Reducer | None,
+) -> Tensor:
     """(K, K) fp64 inner products of the policy-gradient estimates."""
     finite = outputs[0].finite
     advantage = (advantages if advantages.ndim == 2 else advantages[:, None].expand_as(finite))[finite].double()
     coefficients = torch.stack([o.weights[finite].double() / o.denominator for o in outputs]) * advantage
-    if features is None:
+    if features is None and gradient is None:
         gram = coefficients @ coefficients.T
         return gram if reduce is None else reduce.sum(gram.flatten()).view_as(gram)
-    gradients = coefficients @ features[finite].double()
+    if gradient is not None:
+        placed = coefficients.new_zeros(len(outputs), *finite.shape)
+        placed[:, finite] = coefficients
+        gradients = torch.stack([gradient(each).double() for each in placed])
+    else:
+        assert features is not None
+        gradients = coefficients @ features[finite].double()
     if reduce is not None:
         gradients = reduce.sum(gradients.flatten()).view_as(gradients)
     return gradients @ gradients.T

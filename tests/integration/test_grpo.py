@@ -108,6 +108,22 @@ def test_the_same_seed_gives_the_same_run_and_resuming_changes_nothing(finished,
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.slow
+def test_the_guard_takes_a_coarse_run_back_to_bf16(tmp_path):
+    """NVFP4 rollouts of this model drift to a k3 of 4e-3 to 1.4e-2 within three steps; the guard allows 3e-3."""
+    rule = "sampler_kl_k3:above:0.003:2:warn+fallback_bf16"
+    flags = ("--max_steps", "8", "--guard", "act", "--guard_rules", rule)
+    output = finish(launch(tmp_path / "run", *flags, script="grpo_nvfp4"))
+    acts = [json.loads(line) for line in (tmp_path / "run/guard.jsonl").read_text().splitlines()]
+    assert [act["guard/action"] for act in acts] == ["warn", "fallback_bf16", "recovered"]
+    assert all(act["guard/metric"] == "sampler_kl_k3" for act in acts)
+    assert "guard: step 3: fallback_bf16: sampler_kl_k3" in output
+    k3 = [record["rlq/sampler_kl_k3"] for record in history(tmp_path / "run")]
+    sizes = [record["rlq/sync/bytes"] for record in history(tmp_path / "run")]
+    assert min(k3[:4]) > 3e-3 > 1e-4 > max(k3[4:]), "from the step after the guard acted the samplers are the learner"
+    assert min(sizes[4:]) > 2 * max(sizes[:4]), "bf16 weights take more room than NVFP4 ones"
+
+
 def sampler_pids(parent: int) -> list[int]:
     """Sampler actors among the descendants of a driver's Ray."""
     import psutil

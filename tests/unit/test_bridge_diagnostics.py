@@ -154,11 +154,11 @@ def test_shadow_cosine_is_that_of_gradients_by_autograd():
         loss = (out.weights * advantages[:, None] * logprob).sum() / out.denominator
         grads.append(torch.autograd.grad(loss, weight)[0])
     expected = torch.cosine_similarity(*grads, dim=0)
-    result = shadow(
-        learner, sampler, mask, {"m": rejecting}, active=Correction(), advantages=advantages, features=hidden
-    )
-    assert result["m"].cosine == pytest.approx(expected.item(), rel=1e-9)
-    assert result["m"].norm_ratio == pytest.approx((grads[1].norm() / grads[0].norm()).item(), rel=1e-9)
+    arguments = learner, sampler, mask, {"m": rejecting}
+    for slice_ in ({"features": hidden}, {"gradient": lambda c: (c[..., None] * hidden).sum((0, 1))}):
+        result = shadow(*arguments, active=Correction(), advantages=advantages, **slice_)
+        assert result["m"].cosine == pytest.approx(expected.item(), rel=1e-9)
+        assert result["m"].norm_ratio == pytest.approx((grads[1].norm() / grads[0].norm()).item(), rel=1e-9)
 
 
 def gap_scores(seed=0):

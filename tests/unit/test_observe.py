@@ -9,11 +9,11 @@ import pytest
 import torch
 from grpo_steps import build, reference_samplers
 
-from rlq.bridge import Guard, GuardRule, read_rollouts
+from rlq.bridge import Correction, Guard, GuardRule, correct, read_rollouts
 from rlq.errors import ConfigError
 from rlq.schemes import Scheme
 from trainers.observe import ObserveConfig, Observer, RewardTap
-from trainers.quantized_learner import siblings, without_worst_modules
+from trainers.quantized_learner import differentiable_score, siblings, without_worst_modules
 
 FP8 = Scheme.preset("fp8")
 EVERYTHING = ObserveConfig(
@@ -43,6 +43,40 @@ def run(samplers, tmp_path: Path, config: ObserveConfig | None, rules: tuple[Gua
         trainer.observe(observer)
     trainer.train()
     return trainer
+
+
+@pytest.mark.parametrize("pattern", [None, r"layers\.3\."])
+def test_shadow_cosines_are_between_gradients_of_the_named_parameters(samplers, tmp_path, pattern):
+    name, other = "rejecting", Correction(mode="mask", lower=0.98, upper=1.02)
+    trainer, steps = build(samplers, tmp_path / "out", scheme="fp8", learning_rate=0.0)
+    config = ObserveConfig(shadow_every=1, shadow_parameters=pattern)
+    observer = Observer(trainer, config, FP8, tmp_path, [])
+    observer.shadows = {name: other}
+    trainer.observe(observer)
+    trainer.train()
+    batch, parameters = steps.batches[0][0], dict(trainer.model.named_parameters())
+    chosen = [p for n, p in parameters.items() if (n == "model.norm.weight" if pattern is None else ".3." in n)]
+    assert len(chosen) == (1 if pattern is None else 9)
+    gradients = []
+    for correction in (trainer.correction, other):
+        mask = batch["completion_mask"].bool()
+        out = correct(batch["old_per_token_logps"], batch["sampling_per_token_logps"], mask, correction)
+        log_p, _ = differentiable_score(trainer.model, batch, temperature=1.0)
+        loss = (out.weights * batch["advantages"][:, None] * log_p).sum() / out.denominator
+        gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, chosen)]))
+    (log,) = [log for log in trainer.state.log_history if "loss" in log]
+    expected = float(torch.cosine_similarity(*gradients, dim=0))
+    assert abs(expected) < 0.9999, "the two corrections have to differ here"
+    assert log[f"rlq/shadow/{name}/cosine"] == pytest.approx(expected, abs=1e-4)
+    assert log[f"rlq/shadow/{name}/norm_ratio"] == pytest.approx(
+        float(gradients[1].norm() / gradients[0].norm()), rel=1e-3
+    )
+
+
+def test_a_shadow_pattern_that_matches_nothing_is_refused(samplers, tmp_path):
+    trainer, _ = build(samplers, tmp_path)
+    with pytest.raises(ConfigError, match="matches no parameter"):
+        Observer(trainer, ObserveConfig(shadow_parameters="nothing_like_it"), FP8, tmp_path, [])
 
 
 def rows(path: Path) -> list[dict]:
