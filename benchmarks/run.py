@@ -10,6 +10,7 @@ from common import RESULTS, ROOT
 
 BENCHMARKS = {
     "bridge": "bridge.py time",
+    "quantize": "quantize.py",
     "sampler": "sampler.py",
     "sync": "sync.py",
     "step": "step.py",

@@ -63,7 +63,7 @@ def overhead(records: list[dict[str, Any]]) -> float:
 def write_table(arms: dict[str, list[list[dict[str, Any]]]]) -> None:
     """Per scheme, over its runs: what it reaches, how far samplers are from the learner, what a step sends."""
     lines = [
-        "| scheme | accuracy, last 5 steps | +- | sampler k3 | clipped tokens | ESS, tokens | ESS, sequences | bytes per step |",
+        "| scheme | accuracy, last 5 steps | +- | k3 | clipped | ESS, tokens | ESS, sequences | bytes per step |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for scheme, runs in arms.items():

@@ -156,3 +156,53 @@ def _in_threads(work: Callable[[int, int], None], rows: torch.Tensor, multiple: 
     with ThreadPoolExecutor(threads) as pool:
         for future in [pool.submit(work, *bounds) for bounds in ranges]:
             future.result()
+
+
+def can_update(scheme: TensorScheme, old: torch.Tensor, new: torch.Tensor) -> bool:
+    """False where the kernels for changes do not go: other layouts, and columns that are no whole runs or tiles."""
+    plain = all(x.dtype in (torch.float32, torch.bfloat16) and x.is_contiguous() for x in (old, new))
+    columns = new.shape[-1]
+    tile = scheme.tile(1, columns)[1]
+    small = scheme.granularity.startswith("group")
+    return (
+        plain
+        and new.numel() > 0
+        and columns % kernels.RUN == 0
+        and (not small or columns % tile == 0)
+        and tile % kernels.RUN == 0
+    )
+
+
+def update(q: QuantizedTensor, old: torch.Tensor, new: torch.Tensor) -> tuple[float, float]:
+    """Encode again, in place, what differs; the scale that spans the tensor stays as it is.
+
+    Returns:
+        Largest magnitude in the changed parts before and after; infinite or NaN where something is not finite.
+    """
+    from . import changed
+
+    before, after = (reference.as_rows(x.detach()) for x in (old, new))
+    rule, index, offset, _ = _constants(q.scheme)
+    tile_rows, tile = q.scheme.tile(*after.shape)
+    tile_rows = 1 if rule == kernels.WHOLE else tile_rows
+    codes = q.codes.view(after.shape[0], -1).view(torch.uint8).numpy()
+    scale = q.scale.view(scale_shape(after.shape, q.scheme))
+    block, half = q.scheme.block_format, q.scheme.element.pack > 1
+    scales = scale.numpy() if rule == kernels.FP32 else NO_SCALES
+    stored = scale.view(torch.uint8).numpy() if block is not None else NO_BYTES
+    given = q.scale if rule == kernels.WHOLE else q.global_scale
+    whole = NONE_GIVEN if given is None else given.numpy()
+    tops: list[tuple] = []
+
+    def work(top: int, bottom: int) -> None:
+        rows = _as_kernel_input(after[top:bottom]), _as_kernel_input(before[top:bottom])
+        strips = slice(top // tile_rows, -(-bottom // tile_rows))
+        if q.scheme.granularity.startswith("group"):
+            part = rule, index, offset, whole, scales[strips], stored[strips], codes[top:bottom], half
+            tops.append(changed.update_small_tiles(*rows, tile, *part))
+        else:
+            part = rule, index, whole, scales[strips], codes[top:bottom], half
+            tops.append(changed.update_large_tiles(*rows, tile_rows, tile, *part))
+
+    _in_threads(work, after, tile_rows)
+    return tuple(float(np.array(max(side), np.int32).view(np.float32)) for side in zip(*tops, strict=True))  # type: ignore

@@ -41,7 +41,7 @@ def quantize(
     if spans_tensor(scheme):
         own = largest_magnitude(x)
         if not own.isfinite().all():
-            raise _refusal(x)
+            raise refusal(x)
         wanted = own if amax is None else torch.as_tensor(amax, dtype=torch.float32, device=x.device).reshape(1)
         if not wanted.isfinite().all():
             raise SnapshotError(f"amax is {wanted.item()}; it has to be finite")
@@ -49,7 +49,7 @@ def quantize(
     quantized = encode(x, scheme, given)
     # A scale is NaN exactly when some element of its tile is not finite, so the check costs nothing extra.
     if given is None and not _finite_scales(quantized):
-        raise _refusal(x)
+        raise refusal(x)
     return quantized
 
 
@@ -118,6 +118,7 @@ def _finite_scales(q: QuantizedTensor) -> bool:
     return bool(q.scale.isfinite().all())
 
 
-def _refusal(x: torch.Tensor) -> SnapshotError:
+def refusal(x: torch.Tensor) -> SnapshotError:
+    """The error for a tensor that holds NaN or infinity."""
     count = sum(int((~part.isfinite()).sum()) for part in x.reshape(-1).split(reference.CHUNK))
     return SnapshotError(f"cannot quantize: {count} non-finite values in shape {tuple(x.shape)}")

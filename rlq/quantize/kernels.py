@@ -50,7 +50,7 @@ def _magnitude(value):
 
 
 @jit
-def _raise_runs(row, runs):
+def raise_runs(row, runs):
     """runs[b] = max(runs[b], |row[16 b : 16 b + 16]|), as bits."""
     whole = row.shape[0] // RUN
     for b in range(whole):
@@ -60,7 +60,7 @@ def _raise_runs(row, runs):
 
 
 @jit
-def _reduce_runs(runs, per_tile, tiles):
+def reduce_runs(runs, per_tile, tiles):
     """Largest magnitude of each tile from its runs; NaN where something is not finite."""
     for c in range(tiles.shape[0]):
         top = I32(0)
@@ -111,7 +111,7 @@ def _int_codes(row, scale, codes, largest, bias):
 
 
 @jit
-def _codes(row, following, scale, codes, words, element):
+def encode_row(row, following, scale, codes, words, element):
     """codes = nearest codes of row / scale, while `following` is fetched: its magnitudes are needed right after.
 
     The numbers of `rlq.formats` are constants here, which the compiler folds.
@@ -138,7 +138,7 @@ def _codes(row, following, scale, codes, words, element):
 
 
 @jit
-def _store(codes, stored):
+def store_row(codes, stored):
     """Write one row of 4-bit codes, two to a byte, low half first."""
     pairs = codes.view(np.uint16)
     for j in range(stored.shape[0]):
@@ -152,14 +152,14 @@ def _decode_row(codes, values, scale, out):
 
 
 @jit
-def _fp32_scales(tiles, largest):
+def fp32_scales(tiles, largest):
     for c in range(tiles.shape[0]):
         scale = tiles[c] / largest
         tiles[c] = ZERO_SCALE if scale == F32(0) else scale
 
 
 @jit
-def _e8m0_scales(tiles, stored, offset):
+def e8m0_scales(tiles, stored, offset):
     for c in range(tiles.shape[0]):
         bits = bits_of(tiles[c])
         exponent = max(((bits + (1 << 21)) >> 23) - offset, 0)
@@ -169,10 +169,10 @@ def _e8m0_scales(tiles, stored, offset):
 
 
 @jit
-def _e4m3_scales(tiles, stored, largest, given, words):
+def e4m3_scales(tiles, stored, largest, given, words):
     for c in range(tiles.shape[0]):
         tiles[c] = tiles[c] / largest * given
-    _codes(tiles, tiles, F32(1), stored, words, FP8)
+    encode_row(tiles, tiles, F32(1), stored, words, FP8)
     for c in range(tiles.shape[0]):
         if np.isnan(tiles[c]):
             stored[c] = E4M3_NAN
@@ -199,9 +199,9 @@ def amax(x):
     """Largest |x| of a (rows, columns) matrix; NaN if something is not finite."""
     runs = np.zeros((x.shape[1] + RUN - 1) // RUN, np.int32)
     for i in range(x.shape[0]):
-        _raise_runs(x[i], runs)
+        raise_runs(x[i], runs)
     tiles = np.zeros(1, np.float32)
-    _reduce_runs(runs, max(runs.shape[0], 1), tiles)
+    reduce_runs(runs, max(runs.shape[0], 1), tiles)
     return tiles[0]
 
 
@@ -239,26 +239,26 @@ def encode(x, tile_rows, tile, rule, element, offset, given, scales, stored_scal
         if rule != WHOLE:
             runs[:] = 0
             for i in range(first, last):
-                _raise_runs(x[i], runs)
-            _reduce_runs(runs, per_tile, tiles)
+                raise_runs(x[i], runs)
+            reduce_runs(runs, per_tile, tiles)
             if rule == FP32:
-                _fp32_scales(tiles, LARGEST[element])
+                fp32_scales(tiles, LARGEST[element])
                 scales[strip, :] = tiles
             elif rule == E8M0_BLOCKS:
-                _e8m0_scales(tiles, stored_scales[strip], offset)
+                e8m0_scales(tiles, stored_scales[strip], offset)
             else:
-                _e4m3_scales(tiles, stored_scales[strip], LARGEST[element], given[0], words)
+                e4m3_scales(tiles, stored_scales[strip], LARGEST[element], given[0], words)
             if tiles.shape[0] > 1:
                 _spread(tiles, tile, spread)
         for i in range(first, last):
             target = row_codes[:columns] if half else codes[i]
             following = x[min(i + 1, rows - 1)]
             if tiles.shape[0] > 1:
-                _codes(x[i], following, spread, target, words, element)
+                encode_row(x[i], following, spread, target, words, element)
             else:
-                _codes(x[i], following, tiles[0], target, words, element)
+                encode_row(x[i], following, tiles[0], target, words, element)
             if half:
-                _store(row_codes, codes[i])
+                store_row(row_codes, codes[i])
 
 
 @jit
@@ -282,17 +282,17 @@ def fake_quantize_rows(x, tile, rule, element, offset, given, values):
     for i in range(rows):
         if rule != WHOLE:
             runs[:] = 0
-            _raise_runs(x[i], runs)
-            _reduce_runs(runs, per_tile, tiles)
+            raise_runs(x[i], runs)
+            reduce_runs(runs, per_tile, tiles)
             if rule == FP32:
-                _fp32_scales(tiles, LARGEST[element])
+                fp32_scales(tiles, LARGEST[element])
             elif rule == E8M0_BLOCKS:
-                _e8m0_scales(tiles, stored, offset)
+                e8m0_scales(tiles, stored, offset)
             else:
                 whole = given[0] if given.shape[0] else _local_global(runs, LARGEST[FP8] * LARGEST[FP4])
-                _e4m3_scales(tiles, stored, LARGEST[element], whole, words)
+                e4m3_scales(tiles, stored, LARGEST[element], whole, words)
             _spread(tiles, tile, spread)
-        _codes(x[i], x[i], spread, codes, words, element)
+        encode_row(x[i], x[i], spread, codes, words, element)
         _decode_row(codes, values, spread, out[i])
         if rule == WHOLE:
             for j in range(columns):

@@ -121,3 +121,35 @@ def _part_typed(scale, start, stop):
     if isinstance(scale, types.Array):
         return lambda scale, start, stop: scale[start:stop]
     return lambda scale, start, stop: scale
+
+
+@intrinsic
+def run_differs(typingctx, row, other, index):
+    """True if row[index : index + RUN] and the same run of `other` differ in any bit."""
+
+    def generate(context, builder, signature, args):
+        runs = []
+        for array_type, array in zip(signature.args[:2], args[:2], strict=True):
+            run = builder.load(_run_pointer(context, builder, array_type, array, args[2]))
+            run.align = array_type.dtype.bitwidth // 8
+            bits = ir.VectorType(ir.IntType(array_type.dtype.bitwidth), RUN)
+            runs.append(builder.bitcast(run, bits))
+        width = RUN * signature.args[0].dtype.bitwidth
+        changed = builder.bitcast(builder.xor(*runs), ir.IntType(width))
+        return builder.icmp_unsigned("!=", changed, ir.Constant(ir.IntType(width), 0))
+
+    return types.boolean(row, other, types.intp), generate
+
+
+@intrinsic
+def run_copy(typingctx, target, at_target, source, at_source):
+    """target[at_target : at_target + RUN] = source[at_source : at_source + RUN], of one element type."""
+
+    def generate(context, builder, signature, args):
+        run = builder.load(_run_pointer(context, builder, signature.args[2], args[2], args[3]))
+        run.align = signature.args[2].dtype.bitwidth // 8
+        store = builder.store(run, _run_pointer(context, builder, signature.args[0], args[0], args[1]))
+        store.align = run.align
+        return context.get_dummy_value()
+
+    return types.void(target, types.intp, source, types.intp), generate

@@ -155,8 +155,15 @@ def test_shadow_cosine_is_that_of_gradients_by_autograd():
         grads.append(torch.autograd.grad(loss, weight)[0])
     expected = torch.cosine_similarity(*grads, dim=0)
     arguments = learner, sampler, mask, {"m": rejecting}
-    for slice_ in ({"features": hidden}, {"gradient": lambda c: (c[..., None] * hidden).sum((0, 1))}):
-        result = shadow(*arguments, active=Correction(), advantages=advantages, **slice_)
+    for result in (
+        shadow(*arguments, active=Correction(), advantages=advantages, features=hidden),
+        shadow(
+            *arguments,
+            active=Correction(),
+            advantages=advantages,
+            gradient=lambda c: (c[..., None] * hidden).sum((0, 1)),
+        ),
+    ):
         assert result["m"].cosine == pytest.approx(expected.item(), rel=1e-9)
         assert result["m"].norm_ratio == pytest.approx((grads[1].norm() / grads[0].norm()).item(), rel=1e-9)
 
