@@ -9,7 +9,7 @@ import sys
 from common import RESULTS, ROOT
 
 BENCHMARKS = {
-    "bridge": "bridge.py time",
+    "bridge": "bridge.py",
     "quantize": "quantize.py",
     "sampler": "sampler.py",
     "sync": "sync.py",

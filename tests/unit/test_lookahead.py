@@ -116,6 +116,27 @@ def test_the_learner_waits_for_a_batch_and_sees_its_error(samplers, tmp_path):
     assert trainer.state.global_step == 1
 
 
+def test_evaluations_between_steps_are_sampled_by_the_version_of_their_step(samplers, tmp_path):
+    """They neither take nor disturb the batch that was asked for ahead."""
+    settings = {"eval_rows": 2, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": BATCH}
+    trainer, _, log = run(samplers, tmp_path, async_steps=1, **settings)
+    trainer.train()
+    lags = [r["rlq/sync/version_lag"] for r in trainer.state.log_history if "loss" in r]
+    assert lags == [0, 1, 1, 1]
+    at = [i for i, event in enumerate(log.events) if event == "install 2"]
+    assert log.events[at[0] - 1 : at[0] + 3] == ["generate 1", "install 2", "generate 2", "generate 2"]
+
+
+def test_other_prompts_than_announced_are_refused(samplers, tmp_path, monkeypatch):
+    trainer, _, _ = run(samplers, tmp_path, async_steps=1)
+    tokenize = trainer._tokenize_prompts
+    monkeypatch.setattr(
+        trainer, "upcoming_prompts", lambda: [tokenize([row["prompt"] for row in trainer.train_dataset])[0][:BATCH]]
+    )
+    with pytest.raises(SamplerError, match="other prompts than it announced"):
+        trainer.train()
+
+
 def test_a_published_version_does_not_move_with_the_learner(samplers, tmp_path):
     """The learner trains in place while its last version waits to be installed."""
     trainer, _, log = run(samplers, tmp_path)
