@@ -27,7 +27,8 @@ def main() -> None:
     for prompt, output in zip(prompts, outputs, strict=True):
         (sample,) = output.outputs
         assert sample.logprobs is not None
-        found = [step[token].logprob for token, step in zip(sample.token_ids, sample.logprobs, strict=True)]
+        steps: list = list(sample.logprobs)
+        found = [step[token].logprob for token, step in zip(sample.token_ids, steps, strict=True)]
         rows.append({"prompt": prompt, "tokens": list(sample.token_ids), "logprobs": found})
     schemes = llm.apply_model(lambda m: sorted({type(x.scheme).__name__ for x in m.modules() if hasattr(x, "scheme")}))
     print(json.dumps({"rows": rows, "schemes": schemes[0]}), flush=True)
