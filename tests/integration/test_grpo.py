@@ -115,13 +115,15 @@ def test_the_guard_takes_a_coarse_run_back_to_bf16(tmp_path):
     flags = ("--max_steps", "8", "--guard", "act", "--guard_rules", rule)
     output = finish(launch(tmp_path / "run", *flags, script="grpo_nvfp4"))
     acts = [json.loads(line) for line in (tmp_path / "run/guard.jsonl").read_text().splitlines()]
-    assert [act["guard/action"] for act in acts] == ["warn", "fallback_bf16", "recovered"]
-    assert all(act["guard/metric"] == "sampler_kl_k3" for act in acts)
-    assert "guard: step 3: fallback_bf16: sampler_kl_k3" in output
-    k3 = [record["rlq/sampler_kl_k3"] for record in history(tmp_path / "run")]
-    sizes = [record["rlq/sync/bytes"] for record in history(tmp_path / "run")]
-    assert min(k3[:4]) > 3e-3 > 1e-4 > max(k3[4:]), "from the step after the guard acted the samplers are the learner"
-    assert min(sizes[4:]) > 2 * max(sizes[:4]), "bf16 weights take more room than NVFP4 ones"
+    warned, fell_back = acts[:2]
+    assert [act["guard/action"] for act in acts[:2]] == ["warn", "fallback_bf16"]
+    assert all(act["guard/metric"] == "sampler_kl_k3" and act["guard/value"] > 3e-3 for act in acts[:2])
+    assert warned["guard/step"] < fell_back["guard/step"] < 7
+    assert f"guard: step {fell_back['guard/step']}: fallback_bf16: sampler_kl_k3" in output
+    records, after = history(tmp_path / "run"), fell_back["guard/step"] + 1  # the batch that it acted on was NVFP4's
+    assert max(record["rlq/sampler_kl_k3"] for record in records[after:]) < 1e-4, "now the samplers are the learner"
+    sizes = [record["rlq/sync/bytes"] for record in records]
+    assert min(sizes[after:]) > 2 * max(sizes[:after]), "bf16 weights take more room than NVFP4 ones"
 
 
 def sampler_pids(parent: int) -> list[int]:
