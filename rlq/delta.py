@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from .errors import SnapshotError
-from .publish import Snapshot, TensorSpec, as_bytes, check_specs, tensor_digest
+from .publish import Snapshot, as_bytes, check_specs, tensor_digest
 from .schemes import Scheme
 
 MAGIC = b"rlqdelta"
@@ -47,6 +47,57 @@ class DeltaInfo:
     """Elements of all tensors."""
 
 
+@dataclass(frozen=True)
+class Patch:
+    """What changes in one tensor, readable without its base."""
+
+    where: np.ndarray | None
+    """Ascending flat positions, int32 where they fit, else int64; None if the whole tensor was sent."""
+    values: np.ndarray
+    """Unsigned integers as wide as an element: differences modulo 2^bits at `where`, or all new elements."""
+
+    def fresh(self, integers: np.ndarray) -> np.ndarray:
+        """New elements at `where`, from the old tensor's flat unsigned view, which is not touched."""
+        return self.values if self.where is None else integers[self.where] + self.values
+
+    def apply_(self, integers: np.ndarray) -> None:
+        """Turn the old tensor's flat unsigned view into the new one's."""
+        integers[slice(None) if self.where is None else self.where] = self.fresh(integers)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A delta whose bytes have been checked; made by `open_delta`."""
+
+    info: DeltaInfo
+    """What it carries."""
+    entries: list[dict]
+    """Per touched tensor its name, size, width of an element and how its payload is coded."""
+    body: memoryview
+    """The payloads, one after the other."""
+
+    @property
+    def names(self) -> list[str]:
+        """Touched tensors, in the order of the snapshot."""
+        return [entry["name"] for entry in self.entries]
+
+    def check_base(self, version: int | None, digest: str) -> None:
+        """Raise SnapshotError unless the delta was made from this version."""
+        info = self.info
+        if (version, digest) != (info.base_version, info.base_digest):
+            raise SnapshotError(
+                f"this delta applies to version {info.base_version} ({info.base_digest[:12]}), not to version "
+                f"{version} ({digest[:12]}); send the whole snapshot"
+            )
+
+    def patches(self) -> Iterator[tuple[str, Patch]]:
+        """Decode one tensor after the other; needs no base."""
+        end = 0
+        for entry in self.entries:
+            end += entry["nbytes"]
+            yield entry["name"], _decode(entry, self.body[end - entry["nbytes"] : end])
+
+
 def encode(base: Snapshot, new: Snapshot) -> bytes:
     """Encode what turns `base` into `new`.
 
@@ -59,7 +110,7 @@ def encode(base: Snapshot, new: Snapshot) -> bytes:
     entries, payloads = [], []
     changed = 0
     for name, tensor in new.tensors.items():
-        old, now = _integers(base.tensors[name]), _integers(tensor)
+        old, now = flat_integers(base.tensors[name]), flat_integers(tensor)
         where = _differing(old, now)
         if where.size == 0:
             continue
@@ -67,7 +118,16 @@ def encode(base: Snapshot, new: Snapshot) -> bytes:
         parameter, payload = _pack_changes(where, now[where] - old[where])
         if len(payload) >= now.nbytes:
             parameter, payload = None, now.tobytes()
-        entries.append({"name": name, "rice": parameter, "count": int(where.size), "nbytes": len(payload)})
+        entries.append(
+            {
+                "name": name,
+                "size": now.size,
+                "width": now.itemsize,
+                "rice": parameter,
+                "count": int(where.size),
+                "nbytes": len(payload),
+            }
+        )
         payloads.append(payload)
     body = b"".join(payloads)
     header = {
@@ -83,36 +143,51 @@ def encode(base: Snapshot, new: Snapshot) -> bytes:
     return MAGIC + len(text).to_bytes(4, "little") + hashlib.sha256(text).digest() + text + body
 
 
-def inspect(blob: bytes) -> DeltaInfo:
-    """Read a delta's header.
+def open_delta(blob: bytes | memoryview) -> Delta:
+    """Check a delta's bytes, once, and read its header; `blob` is referenced, not copied.
 
     Raises:
         SnapshotError: these are not the bytes of a delta, or not all of them, or not as they were written.
     """
-    header, _ = _open(blob)
-    scheme = Scheme.from_dict(header["scheme"])
+    blob = memoryview(blob).cast("B")
+    start = len(MAGIC) + 4 + 32
+    size = int.from_bytes(blob[len(MAGIC) : len(MAGIC) + 4], "little")
+    text = blob[start : start + size]
+    if blob[: len(MAGIC)] != MAGIC or hashlib.sha256(text).digest() != blob[start - 32 : start]:
+        raise SnapshotError("these bytes are not a delta, or its header was damaged; send the whole snapshot")
+    header = json.loads(bytes(text))
+    body = blob[start + size :]
+    if hashlib.sha256(body).hexdigest() != header["sha256"]:
+        raise SnapshotError("the delta was cut short or damaged on its way; send the whole snapshot")
     (base_version, base_digest), (version, digest) = header["base"], header["new"]
-    return DeltaInfo(base_version, base_digest, version, digest, scheme, header["changed"], header["elements"])
+    scheme = Scheme.from_dict(header["scheme"])
+    info = DeltaInfo(base_version, base_digest, version, digest, scheme, header["changed"], header["elements"])
+    return Delta(info, header["tensors"], body)
 
 
-def apply(base: Snapshot, blob: bytes) -> Snapshot:
+def inspect(blob: bytes | memoryview) -> DeltaInfo:
+    """What a delta carries; raises as `open_delta` does."""
+    return open_delta(blob).info
+
+
+def apply(base: Snapshot, blob: bytes | memoryview) -> Snapshot:
     """Make the new version; `base` is not touched, and unchanged tensors are shared with it.
 
     Raises:
         SnapshotError: damaged bytes, another base than the one the delta was made from, or a result whose digest is
             not the published one.
     """
-    read = {name: (lambda tensor=tensor: tensor) for name, tensor in base.tensors.items()}
-    tensors = base.tensors | dict(changes(read, base.version, base.digest, blob))
-    info = inspect(blob)
-    found = tensor_digest(tensors)
+    opened = open_delta(blob)
+    opened.check_base(base.version, base.digest)
+    tensors = base.tensors | {name: _patched(base.tensors[name], patch) for name, patch in opened.patches()}
+    info, found = opened.info, tensor_digest(tensors)
     if found != info.digest:
         raise SnapshotError(f"the delta makes {found[:12]}, not the published {info.digest[:12]}; send it whole")
     return Snapshot(tensors, info.version, info.scheme, info.digest)
 
 
 def changes(
-    base: Mapping[str, Callable[[], torch.Tensor]], version: int | None, digest: str, blob: bytes
+    base: Mapping[str, Callable[[], torch.Tensor]], version: int | None, digest: str, blob: bytes | memoryview
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that differ, in their new form, each as it is asked for.
 
@@ -127,42 +202,19 @@ def changes(
     Raises:
         SnapshotError: damaged bytes, or another base; before anything is yielded.
     """
-    header, body = _open(blob)
-    wanted = tuple(header["base"])
-    if (version, digest) != wanted:
-        raise SnapshotError(
-            f"this delta applies to version {wanted[0]} ({wanted[1][:12]}), not to version {version} "
-            f"({digest[:12]}); send the whole snapshot"
-        )
-    parts = zip(header["tensors"], _split(body, header["tensors"]), strict=True)
-    return ((entry["name"], _apply_tensor(base[entry["name"]](), entry, payload)) for entry, payload in parts)
+    opened = open_delta(blob)
+    opened.check_base(version, digest)
+    return ((name, _patched(base[name](), patch)) for name, patch in opened.patches())
 
 
-def changed_tensors(blob: bytes) -> list[str]:
-    """Names of the tensors that a delta touches."""
-    return [entry["name"] for entry in _open(blob)[0]["tensors"]]
+def _patched(old: torch.Tensor, patch: Patch) -> torch.Tensor:
+    new = old.clone()
+    patch.apply_(flat_integers(new))
+    return new
 
 
-def _open(blob: bytes) -> tuple[dict, bytes]:
-    start = len(MAGIC) + 4 + 32
-    size = int.from_bytes(blob[len(MAGIC) : len(MAGIC) + 4], "little")
-    text = blob[start : start + size]
-    if blob[: len(MAGIC)] != MAGIC or hashlib.sha256(text).digest() != blob[start - 32 : start]:
-        raise SnapshotError("these bytes are not a delta, or its header was damaged; send the whole snapshot")
-    header = json.loads(text)
-    body = blob[start + size :]
-    if hashlib.sha256(body).hexdigest() != header["sha256"]:
-        raise SnapshotError("the delta was cut short or damaged on its way; send the whole snapshot")
-    return header, body
-
-
-def _split(body: bytes, entries: list[dict]) -> list[bytes]:
-    ends = np.cumsum([entry["nbytes"] for entry in entries], dtype=np.int64)
-    return [body[end - entry["nbytes"] : end] for entry, end in zip(entries, ends, strict=True)]
-
-
-def _integers(tensor: torch.Tensor) -> np.ndarray:
-    """Elements as the unsigned integers that they are stored as, flat, without a copy."""
+def flat_integers(tensor: torch.Tensor) -> np.ndarray:
+    """Elements of a contiguous CPU tensor as the unsigned integers that they are stored as, flat, without a copy."""
     return as_bytes(tensor).view(INTEGERS[tensor.element_size()])
 
 
@@ -190,11 +242,19 @@ def _pack_changes(where: np.ndarray, difference: np.ndarray) -> tuple[int, bytes
     return parameter, lengths.tobytes() + b"".join(streams)
 
 
-def _unpack_changes(payload: bytes, parameter: int, count: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    lengths = np.frombuffer(payload[:12], np.uint32)
-    unary, bits, differences = _split(payload[12:], [{"nbytes": int(n)} for n in lengths])
-    ends = np.flatnonzero(np.unpackbits(np.frombuffer(unary, np.uint8)))[:count]
-    quotients = np.diff(ends, prepend=-1) - 1
+def _decode(entry: dict, payload: memoryview) -> Patch:
+    dtype = np.dtype(INTEGERS[entry["width"]])
+    if entry["rice"] is None:
+        return Patch(None, np.frombuffer(payload, dtype))
+    where, values = _unpack_changes(payload, entry["rice"], entry["count"], dtype)
+    return Patch(where.astype(np.int32 if entry["size"] <= 2**31 else np.int64), values)
+
+
+def _unpack_changes(payload: memoryview, parameter: int, count: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    ends = 12 + np.cumsum(np.frombuffer(payload[:12], np.uint32), dtype=np.int64)
+    unary, bits, differences = (payload[start:end] for start, end in zip([12, *ends[:-1]], ends, strict=True))
+    stops = np.flatnonzero(np.unpackbits(np.frombuffer(unary, np.uint8)))[:count]
+    quotients = np.diff(stops, prepend=-1) - 1
     remainder_bits = np.unpackbits(np.frombuffer(bits, np.uint8))[: count * parameter].reshape(count, parameter)
     remainders = (remainder_bits.astype(np.int64) << np.arange(parameter)).sum(1)
     gaps = (quotients << parameter) + remainders
@@ -210,19 +270,7 @@ def _huffman(difference: np.ndarray) -> bytes:
     return coder.compress(planes.tobytes()) + coder.flush()
 
 
-def _unhuffman(data: bytes, count: int, dtype: np.dtype) -> np.ndarray:
+def _unhuffman(data: memoryview, count: int, dtype: np.dtype) -> np.ndarray:
     planes = np.frombuffer(zlib.decompress(data), np.uint8).reshape(dtype.itemsize, count)
     zigzag = np.ascontiguousarray(planes.T).view(dtype)[:, 0]
     return (zigzag >> dtype.type(1)) ^ (dtype.type(0) - (zigzag & dtype.type(1)))
-
-
-def _apply_tensor(old: torch.Tensor, entry: dict, payload: bytes) -> torch.Tensor:
-    spec = TensorSpec.of(old)
-    integers = _integers(old)
-    if entry["rice"] is None:
-        fresh = np.frombuffer(payload, integers.dtype).copy()
-    else:
-        where, difference = _unpack_changes(payload, entry["rice"], entry["count"], integers.dtype)
-        fresh = integers.copy()
-        fresh[where] += difference
-    return torch.from_numpy(fresh.view(np.uint8)).view(getattr(torch, spec.dtype)).view(spec.shape)

@@ -4,6 +4,7 @@ import math
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -47,7 +48,25 @@ def test_the_result_is_the_new_version(scheme, lr):
     info = delta.inspect(blob)
     assert (info.base_version, info.version, info.digest) == (3, 4, new.digest)
     assert info.elements == sum(t.numel() for t in new.tensors.values())
-    assert (info.changed == 0) == (len(delta.changed_tensors(blob)) == 0)
+    assert (info.changed == 0) == (len(delta.open_delta(blob).names) == 0)
+
+
+@pytest.mark.parametrize("lr", [1e-4, 1e-1])
+def test_patches_are_read_without_the_base(lr):
+    old, new = publish(weights(), "fp8", 3), publish(stepped(weights(), lr, 1), "fp8", 4)
+    opened = delta.open_delta(memoryview(delta.encode(old, new)))
+    opened.check_base(old.version, old.digest)
+    patches = dict(opened.patches())
+    assert list(patches) == opened.names
+    for name, patch in patches.items():
+        before, after = delta.flat_integers(old.tensors[name].clone()), delta.flat_integers(new.tensors[name])
+        where = slice(None) if patch.where is None else patch.where
+        assert (patch.fresh(before) == after[where]).all()
+        assert not np.array_equal(before, after)
+        patch.apply_(before)
+        assert np.array_equal(before, after)
+    for name in set(old.tensors) - set(patches):
+        assert torch.equal(old.tensors[name], new.tensors[name])
 
 
 def test_a_long_chain_ends_where_a_whole_snapshot_does():
