@@ -4,6 +4,7 @@ Both engines live in Ray actors of one thread and take turns, so that they see t
 """
 
 import os
+from typing import Any
 
 os.environ.setdefault("RAY_worker_niceness", "0")
 
@@ -41,15 +42,14 @@ def requests() -> list[Request]:
 
 def pool(scheme: str, factory=engine.VllmSampler) -> SamplerPool:
     config = SamplerConfig(sampler_scheme=scheme, num_samplers=1, sampler_max_model_len=32)
-    base = SamplerPool.vllm(AutoConfig.from_pretrained(MODEL).to_dict(), config)
-    base.close()
-    return SamplerPool(factory, base._args, base.scheme, base.options)
+    args = (AutoConfig.from_pretrained(MODEL).to_dict(), config.engine())
+    return SamplerPool(factory, args, config.scheme(), config.pool())
 
 
 def generate(pool: SamplerPool) -> float:
     """Seconds per generated token, measured inside the actor."""
-    rollouts, busy = ray.get(pool._members[0].actor.generate.remote(requests(), SAMPLING, 0))
-    return busy / sum(len(r.token_ids) for r in rollouts)
+    answer: Any = ray.get(pool._fleet.members[0].actor.generate.remote(requests(), SAMPLING, 0, ()))
+    return answer.seconds / sum(len(r.token_ids) for r in answer.rollouts)
 
 
 def gap(pool: SamplerPool, reference: TransformersSampler) -> float:
@@ -69,7 +69,7 @@ def main() -> None:
     for each in pools.values():
         each.install(snapshot(model.named_parameters(), each.scheme, 0))
     stock = pool("bf16", StockVllm)
-    ray.get(stock._members[0].actor.where.remote())
+    ray.get(stock._fleet.members[0].actor.where.remote())
     sides = {name: (lambda p=p: generate(p)) for name, p in (*pools.items(), ("vllm", stock))}
     times = interleave(sides, ROUNDS)
     references = {}

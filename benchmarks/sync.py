@@ -6,6 +6,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 
 import statistics
 from pathlib import Path
+from typing import Any
 
 import ray
 import torch
@@ -43,8 +44,9 @@ def main() -> None:
         )
         installs.append(seconds(lambda s=snaps: pool.install(s[0])))
         if version in (5, PUBLISHES):
-            for member in pool._members:
-                pids[f"actor {member.index}"] = ray.get(member.actor.where.remote())[1]
+            for member in pool._fleet.members:
+                place: Any = ray.get(member.actor.where.remote())
+                pids[f"actor {member.index}"] = place.pid
             memory[version] = {name: resident_mib(pid) for name, pid in pids.items()}
     install = statistics.median(installs[5:])
     rows = [

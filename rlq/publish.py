@@ -217,6 +217,7 @@ def read_directory(directory: Path) -> Snapshot:
         tensors: dict[str, torch.Tensor] = {}
         for file in sorted(directory.glob("*.safetensors")):
             tensors |= load_file(file)
+        tensors = dict(sorted(tensors.items()))  # a file goes by dtype; receivers like layers in one piece
     except (SafetensorError, OSError) as error:
         raise SnapshotError(f"{directory} cannot be read ({error}); the files were damaged, write it again") from None
     if tensor_digest(tensors) != manifest["digest"]:

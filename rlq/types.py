@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from .canary import Probe
 from .errors import ConfigError, SamplerError
 from .publish import Snapshot
 from .schemes import Scheme
@@ -83,15 +84,15 @@ class InstallReport:
     version: int
     """Version now served."""
     digest: str
-    """Digest read back from the engine's own storage."""
+    """Digest of the tensors that were written; compared with the engine's storage before a rollout is returned."""
     num_tensors: int
     """Tensors of the version, each as published."""
     ship_s: float
-    """Seconds from the packed snapshot to its arrival; 0 in one process."""
+    """Seconds until every sampler held the version, checked and ready to be switched to; 0 in one process."""
     install_s: float
-    """Seconds inside the engine (the slowest one of a pool)."""
+    """Seconds until every sampler had switched."""
     pause_s: float
-    """Seconds during which no sampler could serve."""
+    """Seconds during which an engine could not serve (the slowest one of a pool)."""
     shipped_bytes: int = 0
     """Bytes sent to each sampler; 0 in one process."""
 
@@ -101,9 +102,19 @@ class Sampler(Protocol):
 
     scheme: Scheme
     """Model scheme that it serves; snapshots of another one are refused."""
+    proof: dict[str, float]
+    """What engines proved since the last install: `sync/proven_samplers` that read back what was published, and the
+    largest `sync/canary_nats` among them."""
 
-    def install(self, snap: Snapshot) -> InstallReport:
-        """Serve `snap` from now on, or raise and keep serving what was served before."""
+    def ship(self, snap: Snapshot) -> None:
+        """Begin to send the version that is installed next, if that can be done while another one is served."""
+        ...
+
+    def install(self, snap: Snapshot, probe: Probe | None = None) -> InstallReport:
+        """Serve `snap` from now on, or raise and keep serving what was served before.
+
+        No rollout of it is returned before the engine's tensors and its scores of the probe have been compared.
+        """
         ...
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Rollout]:

@@ -1,19 +1,76 @@
-"""The Ray actor that hosts one sampler; a thin shell, so that everything below it runs and is tested without Ray."""
+"""The Ray actor that hosts one engine; a thin shell, so that everything below it runs and is tested without Ray.
+
+Calls of the group `ship` run in a thread of their own, so that a version is checked and prepared while the engine
+generates; calls without a group run one after the other.
+"""
 
 import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
+import ray
 
-from rlq.publish import PackedSnapshot, unpack
+from rlq.delta import Delta
+from rlq.publish import Snapshot
 from rlq.schemes import Scheme
-from rlq.types import InstallReport, Request, Rollout, Sampler, Sampling
+from rlq.types import InstallReport, Request, Rollout, Sampling
+
+from .transport import Ticket
+
+SHIP = "ship"
+
+
+class Engine(Protocol):
+    """What an actor can host."""
+
+    scheme: Scheme
+    """Model scheme that it serves."""
+
+    def stage(self, version: Snapshot | Delta) -> Any:
+        """Check a version and prepare the switch to it, while the one before is served; in any thread."""
+        ...
+
+    def commit(self, staged: Any) -> InstallReport:
+        """Switch to what `stage` returned."""
+        ...
+
+    def digest(self) -> str:
+        """Digest of the tensors that the engine holds now; in any thread."""
+        ...
+
+    def score(self, prompts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+        """Log-probs in nats, at temperature 1, of every token of each prompt but its first."""
+        ...
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Rollout]:
+        """See `rlq.types.Sampler`."""
+        ...
+
+
+class Place(NamedTuple):
+    """Where an actor runs."""
+
+    host: str
+    pid: int
+    node: str
+
+
+class Answer(NamedTuple):
+    """What a generate call returns."""
+
+    rollouts: list[Rollout]
+    seconds: float
+    digest: str | None = None
+    """What the engine holds, read back; None if that was told before."""
+    scores: Sequence[tuple[float, ...]] = ()
+    """Log-probs of the probe's prompts, told with the digest."""
 
 
 class SamplerActor:
-    """Builds its sampler from a picklable factory and forwards calls.
+    """Builds its engine from a picklable factory and forwards calls.
 
     Args:
         factory: called with `args` in the actor's process.
@@ -21,22 +78,46 @@ class SamplerActor:
         scheme: passed to the factory beside them.
     """
 
-    def __init__(self, factory: Callable[..., Sampler], args: tuple, scheme: Scheme):
-        self.sampler = factory(*args, scheme=scheme)
+    def __init__(self, factory: Callable[..., Engine], args: tuple, scheme: Scheme):
+        self.engine = factory(*args, scheme=scheme)
+        self._staged: Any = None
+        self._reader = ThreadPoolExecutor(1)
+        self._readback: Future[str] | None = None
 
-    def where(self) -> tuple[str, int]:
-        """Host name and process id, for messages and for the tests that kill it."""
-        return socket.gethostname(), os.getpid()
+    def where(self) -> Place:
+        """Host, process and Ray node, for messages, and to tell a lost node from a lost process."""
+        return Place(socket.gethostname(), os.getpid(), ray.get_runtime_context().get_node_id())
 
-    def install(self, packed: PackedSnapshot) -> InstallReport:
-        """Install a snapshot that lies in shared memory."""
-        return self.sampler.install(unpack(packed))
-
-    def update(self, blob: np.ndarray) -> InstallReport:
-        """Install a delta that lies in shared memory; see `rlq.delta`."""
-        return self.sampler.update(blob.tobytes())  # type: ignore[attr-defined]  # engines have it, pools do not
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> tuple[list[Rollout], float]:
-        """Sample; returns the rollouts and the seconds spent."""
+    @ray.method(concurrency_group=SHIP)
+    def stage(self, ticket: Ticket) -> float:
+        """Fetch, check and prepare a version; returns the seconds it took."""
         start = time.perf_counter()
-        return self.sampler.generate(requests, sampling, version), time.perf_counter() - start
+        self._staged = self.engine.stage(ticket.open())
+        return time.perf_counter() - start
+
+    def commit(self) -> InstallReport:
+        """Switch to what was staged last."""
+        staged, self._staged = self._staged, None
+        return self._switched(staged)
+
+    def install(self, ticket: Ticket) -> InstallReport:
+        """Both steps at once, for an actor that serves nothing."""
+        return self._switched(self.engine.stage(ticket.open()))
+
+    def _switched(self, staged: Any) -> InstallReport:
+        report = self.engine.commit(staged)
+        self._readback = self._reader.submit(self.engine.digest)  # beside the first requests
+        return report
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, version: int, probe: Sequence[tuple[int, ...]]
+    ) -> Answer:
+        """Sample, and after a switch prove once what was switched to."""
+        start = time.perf_counter()
+        rollouts = self.engine.generate(requests, sampling, version)
+        seconds = time.perf_counter() - start
+        if self._readback is None:
+            return Answer(rollouts, seconds)
+        scores = self.engine.score(probe) if probe else []
+        digest, self._readback = self._readback.result(), None
+        return Answer(rollouts, seconds, digest, scores)

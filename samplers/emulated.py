@@ -70,7 +70,10 @@ class EmulatedLinearMethod(LinearMethodBase):
                 name, ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=load)
             )
 
+        self.per_shard: set[str] = set()
+
         def per_shard(name: str, dtype: torch.dtype = torch.float32, width: int = 1) -> None:
+            self.per_shard.add(name)
             data = torch.empty(len(output_partition_sizes), width, dtype=dtype)
             layer.register_parameter(name, ShardParameter(data=data, weight_loader=loader))
 
@@ -114,17 +117,21 @@ class EmulatedLinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Dequantize once per installed version."""
-        params: dict[str, torch.Tensor] = dict(layer.named_parameters())
+        for name, tensor in self.derive(layer, dict(layer.named_parameters())).items():
+            replace_parameter(layer, name, tensor, prefer_copy=True)
+
+    def derive(self, layer: torch.nn.Module, params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What `apply` reads, from a layer's wire tensors: its own, or those of its next version."""
         if self.scheme.weights is None:
-            weight = params["weight"].to(self.compute_dtype)
+            derived = {COMPUTE_WEIGHT: params["weight"].to(self.compute_dtype)}
         else:
-            weight = self._dequantize(params, layer.logical_widths, self.scheme.weights)  # type: ignore[arg-type]
-        replace_parameter(layer, COMPUTE_WEIGHT, weight, prefer_copy=True)
+            derived = {COMPUTE_WEIGHT: self._dequantize(params, layer.logical_widths, self.scheme.weights)}  # type: ignore[arg-type]
         if self.scheme.static:
             # Fused shards read one input; were their scales to differ, the one that covers all would be right.
             name = self._input_scale_name()
             scale = params[name].min() if name == INPUT_GLOBAL_SCALE else params[name].max()
-            replace_parameter(layer, COMPUTE_INPUT_SCALE, scale.reshape(1).clone(), prefer_copy=True)
+            derived[COMPUTE_INPUT_SCALE] = scale.reshape(1).clone()
+        return derived
 
     def _dequantize(self, params: dict[str, torch.Tensor], widths: list[int], scheme: TensorScheme) -> torch.Tensor:
         if scheme.granularity.startswith("block"):
@@ -134,7 +141,7 @@ class EmulatedLinearMethod(LinearMethodBase):
             return QuantizedTensor.from_wire(params, scheme, self.columns).dequantize(self.compute_dtype)
         parts, top = [], 0
         for shard, rows in enumerate(widths):
-            own = {n: p[shard] if isinstance(p, ShardParameter) else p[top : top + rows] for n, p in params.items()}
+            own = {n: p[shard] if n in self.per_shard else p[top : top + rows] for n, p in params.items()}
             parts.append(QuantizedTensor.from_wire(own, scheme, self.columns).dequantize(self.compute_dtype))
             top += rows
         return torch.cat(parts)

@@ -7,19 +7,25 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlq import delta
+from rlq.canary import Probe
 from rlq.checkpoint import check_finite
 from rlq.errors import ConfigError, SamplerError, SnapshotError
 from rlq.interop import quantization_config
-from rlq.publish import Snapshot, TensorSpec, check_specs, tensor_digest
+from rlq.publish import Snapshot, TensorSpec, check_specs, combined_digest, tensor_digest
 from rlq.schemes import Scheme
 from rlq.types import InstallReport, Request, Rollout, Sampling
 
 from .options import EngineOptions
+
+if TYPE_CHECKING:  # vLLM reads its environment when it is imported
+    from .staging import Step
 
 # Tokens per KV block on a CPU. Only whole blocks are shared, and looking for them costs a third of a tiny model's time,
 # so engines whose context holds less than two of them do without.
@@ -32,6 +38,24 @@ CPU_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",  # an engine gets its configuration and weights from the learner, never from a hub
 }
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A version that an engine has checked and can switch to."""
+
+    version: int
+    """Learner step that the weights come from."""
+    digest: str
+    """Digest of the version."""
+    count: int
+    """Tensors of the version."""
+    commits: int
+    """Switches that the engine had made when this was prepared; it is worth nothing after another one."""
+    steps: "Iterable[Step]" = ()
+    """Per module what to write, and the digests that it leaves; a list, or prepared as it is read."""
+    tensors: dict[str, torch.Tensor] | None = None
+    """All tensors, for vLLM's own reload."""
 
 
 class VllmSampler:
@@ -52,7 +76,7 @@ class VllmSampler:
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
         from vllm import LLM
 
-        from . import plugin, storage
+        from . import plugin, staging, storage
 
         plugin.register()
         self.scheme = scheme
@@ -78,74 +102,121 @@ class VllmSampler:
                 generation_config="vllm",  # the model's own sampling defaults must not leak into rollouts
                 disable_log_stats=True,
             )
+        self.proof: dict[str, float] = {}
         self._digest = ""  # of the served version
+        self._own: dict[str, bytes] = {}  # its tensors' parts of that
+        self._commits = 0
+        self._on_model(staging.drop_unused_pack)
         self._in_place: bool = self._on_model(storage.placeable)
+        # On a GPU the copies beside the served version would take the cache's memory, and making them is fast.
+        self._ahead: bool = self._on_model(lambda model: next(model.parameters()).device.type == "cpu")
         self.specs: dict[str, TensorSpec] = self._on_model(storage.expected_specs)
 
     def _on_model(self, function):
         return self.llm.apply_model(function)[0]
 
-    def install(self, snap: Snapshot) -> InstallReport:
-        """Replace the served weights by `snap`.
+    def ship(self, snap: Snapshot) -> None:
+        """Nothing to send in one process."""
 
-        Everything that can be checked is checked before the engine is touched. Then the tensors are written over the
-        old ones where the engine's storage has the published layout, and loaded through vLLM's layer-wise reload
-        elsewhere; the head is refreshed, the prefix cache is emptied and the tensors are read back.
+    def install(self, snap: Snapshot, probe: Probe | None = None) -> InstallReport:
+        """Serve `snap`: `stage`, `commit`, the tensors read back, and the probe scored.
 
         Raises:
             SnapshotError: the snapshot does not fit; the engine still serves the previous version.
-            SamplerError: the reload itself failed; the engine is unusable and must be rebuilt.
+            SamplerError: the switch itself failed; the engine is unusable and must be rebuilt.
         """
-        if snap.scheme != self.scheme:
-            raise SnapshotError(
-                f"snapshot is {snap.scheme.name!r}, this sampler serves {self.scheme.name!r}; start one per scheme"
-            )
-        check_specs(snap.specs, self.specs)
-        check_finite({n: t for n, t in snap.tensors.items() if t.dtype in (torch.bfloat16, torch.float32)})
-        self._require_usable()
-        return self._change(snap.version, snap.digest, snap.tensors.items(), len(snap.tensors))
+        start = time.perf_counter()
+        report = self.commit(self.stage(snap))
+        found = self.digest()
+        if found != snap.digest:
+            self.broken = f"version {snap.version} reads back as {found[:12]}, not {snap.digest[:12]}"
+            self._require_usable()
+        self.proof = {"sync/proven_samplers": 1.0}
+        if probe is not None:
+            self.proof["sync/canary_nats"] = probe.check(self.score(probe.prompts))
+        return replace(report, install_s=time.perf_counter() - start)
 
-    def update(self, blob: bytes) -> InstallReport:
-        """Turn the served version into the next one by a delta, see `rlq.delta`; one tensor at a time.
+    def stage(self, version: Snapshot | delta.Delta) -> Staged:
+        """Check a version and prepare the switch to it; may run in another thread while the engine generates.
+
+        Everything that can be checked is checked here, before the engine is touched. Where the engine's storage has
+        the published layout, and lies in this machine's memory, the switch is a list of writes; elsewhere the tensors
+        go through vLLM's layer-wise reload, or are prepared when they are written.
 
         Raises:
-            SnapshotError: the delta is damaged or has another base; the engine still serves the previous version.
-            SamplerError: the result is not the published version; the engine is unusable and must be rebuilt.
+            SnapshotError: it does not fit, is damaged, or is a delta to another version than the served one.
+            SamplerError: the engine is unusable.
         """
-        from . import storage
+        from .staging import prepare
 
         self._require_usable()
-        info = delta.inspect(blob)
-        if info.scheme != self.scheme:
-            raise SnapshotError(f"delta is for {info.scheme.name!r}, this sampler serves {self.scheme.name!r}")
-        known: dict[str, storage.Slot] = self._on_model(storage.slots)
-        changes = delta.changes({name: slot.read for name, slot in known.items()}, self.version, self._digest, blob)
+        if isinstance(version, Snapshot):
+            check_specs(version.specs, self.specs)
+            check_finite({n: t for n, t in version.tensors.items() if t.dtype in (torch.bfloat16, torch.float32)})
+            number, digest, scheme = version.version, version.digest, version.scheme
+            changes, names = iter(version.tensors.items()), list(version.tensors)
+        else:
+            version.check_base(self.version, self._digest)
+            number, digest, scheme = version.info.version, version.info.digest, version.info.scheme
+            changes, names = version.patches(), version.names
+        if scheme != self.scheme:
+            raise SnapshotError(
+                f"version {number} is {scheme.name!r}, this sampler serves {self.scheme.name!r}; start one per scheme"
+            )
+        staged = Staged(number, digest, len(self.specs), self._commits)
         if not self._in_place:
-            held = {name: slot.read() for name, slot in known.items()}
-            changes = iter((held | dict(changes)).items())
-        return self._change(info.version, info.digest, changes, len(known))
+            return replace(staged, tensors=self._whole(version))
+        steps = self._on_model(functools.partial(prepare, changes=changes, names=names))
+        if not self._ahead:
+            return replace(staged, steps=steps)
+        steps = list(steps)
+        own = dict(self._own)
+        for _, digests in steps:
+            own |= digests
+        found = combined_digest(own)
+        if found != digest:
+            raise SnapshotError(f"version {number} arrived as {found[:12]}, not {digest[:12]}; send it whole, again")
+        return replace(staged, steps=steps)
 
-    def _change(
-        self, version: int, digest: str, tensors: Iterable[tuple[str, torch.Tensor]], count: int
-    ) -> InstallReport:
+    def _whole(self, version: Snapshot | delta.Delta) -> dict[str, torch.Tensor]:
+        """All tensors of a version: a fused layer is never reloaded in part."""
+        if isinstance(version, Snapshot):
+            return version.tensors
         from . import storage
 
+        tensors: dict[str, torch.Tensor] = self._on_model(storage.wire_tensors)
+        for name, patch in version.patches():
+            patch.apply_(delta.flat_integers(tensors[name]))
+        return tensors
+
+    def commit(self, staged: "Staged") -> InstallReport:
+        """Switch to a staged version: the engine stands still from here to the end, and no longer.
+
+        Raises:
+            SnapshotError: another version was committed since this one was staged.
+            SamplerError: the switch failed half-way; the engine is unusable and must be rebuilt.
+        """
+        self._require_usable()
+        if staged.commits != self._commits:
+            raise SnapshotError(f"version {staged.version} was staged before the last switch; stage it again")
         start = time.perf_counter()
-        self.broken = f"an install of version {version} did not finish"
-        self.version = None
-        if self._in_place:
-            self._on_model(functools.partial(storage.place, tensors=tensors))
-        else:
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
-        self._on_model(_refresh_head)
+        self.broken = f"a switch to version {staged.version} did not finish"
+        self.version, self._commits = None, self._commits + 1
+        own = dict(self._own)
+        if staged.tensors is not None:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(staged.tensors.items())})
+            self._on_model(_refresh_head)
+        for writes, digests in staged.steps:
+            for write in writes:
+                write.apply()
+            own |= digests
         if not self.llm.reset_prefix_cache():
             raise SamplerError("vLLM refused to reset its prefix cache; finish running requests before an install")
-        found = self.digest()
-        if found != digest:
-            raise SamplerError(f"version {version} reads back as {found[:12]}, not {digest[:12]}; rebuild the engine")
-        self.version, self.broken, self._digest = version, None, digest
+        self.version, self.broken, self._digest, self._own = staged.version, None, staged.digest, own
         seconds = time.perf_counter() - start
-        return InstallReport(version, digest, count, ship_s=0.0, install_s=seconds, pause_s=seconds)
+        return InstallReport(
+            staged.version, staged.digest, staged.count, ship_s=0.0, install_s=seconds, pause_s=seconds
+        )
 
     def switch(self, scheme: Scheme) -> None:
         """An engine serves one scheme for life; a pool replaces its engines."""
@@ -200,6 +271,21 @@ class VllmSampler:
             for sample in sorted(output.outputs, key=lambda o: o.index):
                 rollouts.append(self._rollout(request, sample, sampling, version))
         return rollouts
+
+    def score(self, prompts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+        """Log-probs in nats, at temperature 1, of every token of each prompt but its first; see `rlq.canary`."""
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        self._require_usable()
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        inputs = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+        outputs = self.llm.generate(inputs, params, use_tqdm=False)
+        scores = []
+        for prompt, output in zip(prompts, outputs, strict=True):
+            found: Any = output.prompt_logprobs  # one dict per token, None for the first
+            scores.append(tuple(at[token].logprob for token, at in zip(prompt[1:], found[1:], strict=True)))
+        return scores
 
     def _rollout(self, request: Request, sample, sampling: Sampling, version: int) -> Rollout:
         token_ids = tuple(sample.token_ids)

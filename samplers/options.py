@@ -1,9 +1,13 @@
 """Settings of the samplers; parsed by TrlParser beside TRL's own configuration, hence the `sampler_` prefixes."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rlq.errors import ConfigError
 from rlq.schemes import Scheme
+
+TRANSPORTS = ("object_store", "shared_memory", "directory")
+PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,28 @@ class EngineOptions:
     """Compute dtype of everything that the scheme leaves alone."""
     enforce_eager: bool = True
     """Skip CUDA graphs; always on a CPU."""
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """Size and patience of a pool."""
+
+    num_samplers: int = 2
+    """Actors."""
+    num_cpus: float = 1
+    """CPUs per actor; also its thread count."""
+    num_gpus: float = 0
+    """GPUs per actor."""
+    placement: str = "PACK"
+    """How actors are spread over nodes; a placement strategy of Ray."""
+    max_restarts: int = 3
+    """Actors replaced over the pool's life before it gives up; those of a lost node do not count."""
+    startup_timeout_s: float = 300.0
+    """Seconds for all actors to load."""
+    whole_every: int = 1
+    """Versions per whole snapshot; those in between travel as deltas."""
+    call_timeout_s: float = 1800.0
+    """Seconds without any answer after which busy actors count as dead."""
 
 
 @dataclass
@@ -49,6 +75,18 @@ class SamplerConfig:
         default=1,
         metadata={"help": "Send a whole snapshot every N versions and only changed codes in between; 1: always whole."},
     )
+    sampler_transport: str = field(
+        default="object_store",
+        metadata={"help": "How versions reach the samplers: object_store, shared_memory (one host) or directory."},
+    )
+    sampler_transport_dir: str | None = field(
+        default=None,
+        metadata={"help": "Absolute folder that learner and samplers share; for sampler_transport: directory."},
+    )
+    sampler_placement: str = field(
+        default="PACK",
+        metadata={"help": "PACK actors on few nodes or SPREAD them; STRICT_PACK and STRICT_SPREAD insist."},
+    )
     sampler_max_restarts: int = field(default=3, metadata={"help": "Actor restarts in one run before it stops."})
     sampler_startup_timeout_s: float = field(default=300.0, metadata={"help": "Seconds that actors get to load."})
 
@@ -62,6 +100,12 @@ class SamplerConfig:
             raise ConfigError(f"num_samplers is {self.num_samplers}; use at least 1")
         if self.sampler_whole_every < 1:
             raise ConfigError(f"sampler_whole_every is {self.sampler_whole_every}; 1 sends every version whole")
+        if self.sampler_transport not in TRANSPORTS:
+            raise ConfigError(f"sampler_transport is {self.sampler_transport!r}; use one of {', '.join(TRANSPORTS)}")
+        if self.sampler_transport == "directory" and not Path(self.sampler_transport_dir or "").is_absolute():
+            raise ConfigError("sampler_transport directory needs sampler_transport_dir, an absolute path")
+        if self.sampler_placement not in PLACEMENTS:
+            raise ConfigError(f"sampler_placement is {self.sampler_placement!r}; use one of {', '.join(PLACEMENTS)}")
         if self.sampler_arithmetic not in ("emulated", "kernel"):
             raise ConfigError(f"sampler_arithmetic is {self.sampler_arithmetic!r}; use emulated or kernel")
 
@@ -78,4 +122,16 @@ class SamplerConfig:
             arithmetic=self.sampler_arithmetic,
             dtype=self.sampler_dtype,
             enforce_eager=self.sampler_enforce_eager,
+        )
+
+    def pool(self) -> PoolOptions:
+        """The part that the pool sees."""
+        return PoolOptions(
+            num_samplers=self.num_samplers,
+            num_cpus=self.sampler_num_cpus,
+            num_gpus=self.sampler_num_gpus,
+            placement=self.sampler_placement,
+            max_restarts=self.sampler_max_restarts,
+            startup_timeout_s=self.sampler_startup_timeout_s,
+            whole_every=self.sampler_whole_every,
         )

@@ -1,5 +1,8 @@
 """A pool of Ray actors behind the `Sampler` protocol: one version everywhere, least-loaded dispatch, bounded restarts.
 
+A version is shipped while the one before is served; once every actor holds it, all switch between two requests. An
+actor that is not there yet (fresh, slow, installed again) joins when it is; the others go on without it.
+
 Requests are cut into chunks of fixed composition, and an actor runs one chunk at a time. Which actor runs which chunk
 depends on timing; what a chunk yields does not, so a run is reproducible bit for bit.
 """
@@ -7,220 +10,291 @@ depends on timing; what a chunk yields does not, so a run is reproducible bit fo
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayTaskError
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlq import delta
-from rlq.errors import ConfigError, SamplerError, SnapshotError
-from rlq.publish import Snapshot, pack
+from rlq.canary import Probe
+from rlq.errors import SamplerError, SnapshotError
+from rlq.publish import Snapshot
 from rlq.schemes import Scheme
-from rlq.types import InstallReport, Request, Rollout, Sampler, Sampling
+from rlq.types import InstallReport, Request, Rollout, Sampling
 
-from .actor import SamplerActor
+from .actor import Answer, Engine
 from .engine import VllmSampler
-from .options import SamplerConfig
+from .fleet import Fleet, Member
+from .options import PoolOptions, SamplerConfig
+from .transport import ObjectStore, Ticket, Transport, make_transport
 
 logger = logging.getLogger(__name__)
 
-# Warnings of torch and vLLM that nobody who samples can act on; read when the actor's process starts.
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning"}
-
-
-@dataclass(frozen=True)
-class PoolOptions:
-    """Size and patience of a pool."""
-
-    num_samplers: int = 2
-    """Actors."""
-    num_cpus: float = 1
-    """CPUs per actor; also its thread count."""
-    num_gpus: float = 0
-    """GPUs per actor."""
-    max_restarts: int = 3
-    """Actors replaced over the pool's life before it gives up."""
-    startup_timeout_s: float = 300.0
-    """Seconds for all actors to load."""
-    whole_every: int = 1
-    """Versions per whole snapshot; those in between travel as deltas."""
-    call_timeout_s: float = 1800.0
-    """Seconds without any answer after which busy actors count as dead."""
+SLOW_FACTOR, SLOW_S = 4.0, 5.0
+"""Once others have answered, an actor gets so many times as long as they took, and so many seconds more."""
 
 
 @dataclass
-class _Member:
-    """One actor of the pool."""
+class Shipment:
+    """A version on its way."""
 
-    index: int
-    actor: Any  # an ActorHandle; Ray generates its methods
-    where: str = "not started"
+    snap: Snapshot
+    """The version."""
+    ticket: Ticket
+    """How to fetch it."""
+    nbytes: int
+    """Bytes that were sent."""
+    whole: bool
+    """Not a delta."""
+    staging: dict[ray.ObjectRef, tuple[Member, Any]]
+    """Calls under way, with the actor that each was made to."""
+    sent_s: float
+    """When it was sent."""
 
 
 class SamplerPool:
     """See the module's docstring.
 
     Args:
-        factory: builds a sampler in the actor's process.
+        factory: builds an engine in the actor's process.
         args: its picklable arguments; it is called with these and `scheme`.
         scheme: what the samplers serve.
         options: size and patience.
+        transport: how versions reach the actors; Ray's object store unless another one is given.
 
     Raises:
         ConfigError: the cluster can never hold the actors.
         SamplerError: the actors cannot be placed now.
     """
 
-    def __init__(self, factory: Callable[..., Sampler], args: tuple, scheme: Scheme, options: PoolOptions):
+    def __init__(
+        self,
+        factory: Callable[..., Engine],
+        args: tuple,
+        scheme: Scheme,
+        options: PoolOptions,
+        transport: Transport | None = None,
+    ):
         self.scheme, self.options = scheme, options
-        self._factory, self._args = factory, args
-        self._restarts = 0
-        self._snapshot: Snapshot | None = None  # what every fresh actor receives first, and the base of the next delta
-        self._packed: ray.ObjectRef | None = None  # the same in the object store, if somebody needed it whole
-        self._since_whole = 0
+        self.transport = transport or ObjectStore()
         self.version: int | None = None
         self.busy_s = 0.0  # seconds spent generating, summed over actors
-        self._bundles = self._reserve()
-        self._members = [_Member(i, self._spawn(i)) for i in range(options.num_samplers)]
+        self.size = options.num_samplers  # chunks per batch; not the number of actors that happen to live
+        self._snapshot: Snapshot | None = None  # what every fresh actor receives first, and the base of the next delta
+        self._whole_ticket: Ticket | None = None  # the same, where samplers can fetch it, if somebody needed it whole
+        self._old_tickets: list[Ticket] = []
+        self._since_whole = 0
+        self._probe: Probe | None = None
+        self.proof: dict[str, float] = {}
+        self._ahead: Shipment | None = None
+        self._fleet = Fleet(factory, args, scheme, options)
 
     @classmethod
     def vllm(cls, model_config: dict, config: SamplerConfig) -> "SamplerPool":
         """A pool of vLLM engines for the model that `model_config` (its `config.json`) describes."""
-        options = PoolOptions(
-            num_samplers=config.num_samplers,
-            num_cpus=config.sampler_num_cpus,
-            num_gpus=config.sampler_num_gpus,
-            max_restarts=config.sampler_max_restarts,
-            whole_every=config.sampler_whole_every,
-            startup_timeout_s=config.sampler_startup_timeout_s,
-        )
-        scheme = config.scheme()
-        return cls(VllmSampler, (model_config, config.engine()), scheme, options)
+        transport = make_transport(config.sampler_transport, config.sampler_transport_dir, model_config)
+        return cls(VllmSampler, (model_config, config.engine()), config.scheme(), config.pool(), transport)
 
-    def _reserve(self):
-        """Reserve one bundle per actor, or say at once what the cluster lacks."""
-        o = self.options
-        bundle = {k: v for k, v in (("CPU", o.num_cpus), ("GPU", o.num_gpus)) if v}
-        check_capacity(o.num_samplers, bundle, ray.cluster_resources())
-        group = placement_group([bundle] * o.num_samplers, strategy="PACK")
-        if not group.wait(timeout_seconds=30):
-            free = {k: v for k, v in ray.available_resources().items() if k in bundle}
-            remove_placement_group(group)
-            raise SamplerError(
-                f"{o.num_samplers} x {bundle} not free within 30 s (free now: {free}); "
-                "stop other jobs or lower num_samplers"
-            )
-        return group
+    # Shipping and installing
 
-    def _spawn(self, index: int) -> Any:
-        o = self.options
-        return (
-            ray.remote(SamplerActor)
-            .options(
-                num_cpus=o.num_cpus,
-                num_gpus=o.num_gpus,
-                max_restarts=0,  # a restarted actor would serve nothing; the pool makes a fresh one and installs first
-                runtime_env={"env_vars": QUIET | {"OMP_NUM_THREADS": str(max(1, int(o.num_cpus)))}},
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=index),
-            )
-            .remote(self._factory, self._args, self.scheme)
-        )
+    def ship(self, snap: Snapshot) -> None:
+        """Begin to send a version while the one before is served; `install` waits for it and switches.
 
-    def _await_start(self) -> None:
-        refs: list[Any] = [member.actor.where.remote() for member in self._members]
-        _, late = ray.wait(refs, num_returns=len(refs), timeout=self.options.startup_timeout_s)
-        if late:
-            self.close()
-            raise SamplerError(
-                f"{len(late)} of {len(refs)} samplers did not start within {self.options.startup_timeout_s:.0f} s; "
-                "raise sampler_startup_timeout_s or look at the workers' logs"
-            )
-        try:
-            for member, (host, pid) in zip(self._members, ray.get(refs), strict=True):
-                member.where = f"pid {pid} on {host}"
-        except RayActorError as error:
-            self.close()
-            raise SamplerError(f"a sampler could not start: {_last_line(error)}") from None
+        May be called from another thread than the one that generates.
+        """
+        if self.version is not None:
+            self._ahead = self._send(snap)
 
-    def install(self, snap: Snapshot) -> InstallReport:
-        """Serve `snap` on every actor; none serves it before all of them do. The first call waits for the actors.
+    def _send(self, snap: Snapshot) -> Shipment:
+        start = time.perf_counter()
+        blob = self._delta(snap)
+        ticket = self.transport.send(snap.version, snap if blob is None else blob)
+        ready = [m for m in self._fleet.members if m.joining is None and m.busy is None]
+        staging = {m.actor.stage.remote(ticket): (m, m.actor) for m in ready}
+        return Shipment(snap, ticket, snap.nbytes if blob is None else len(blob), blob is None, staging, start)
+
+    def _delta(self, snap: Snapshot) -> bytes | None:
+        """What turns the served version into `snap`, or None if it has to travel whole."""
+        if self.version is None or self._snapshot is None or self._since_whole >= self.options.whole_every:
+            return None
+        blob = delta.encode(self._snapshot, snap)
+        return blob if len(blob) < snap.nbytes else None
+
+    def install(self, snap: Snapshot, probe: Probe | None = None) -> InstallReport:
+        """Serve `snap`; no actor serves it before all that can have it ready. The first call waits for the actors.
+
+        What the engines read back, and how they score the probe, is looked at before their first rollouts are.
 
         Raises:
             SnapshotError: refused by the samplers, which go on serving the previous version.
             SamplerError: actors did not start, or died more often than `max_restarts` allows.
         """
         if self.version is None:
-            self._await_start()
+            self._fleet.await_start()
+            self.transport.check_hosts(m.where.host for m in self._fleet.members if m.where)
         start = time.perf_counter()
-        blob = self._delta(snap)
-        previous = self._snapshot, self._packed
-        self._snapshot, self._packed = snap, None
-        shipped = snap.nbytes if blob is None else blob.nbytes
-        sent = self._whole() if blob is None else ray.put(blob)
-        reports: list[InstallReport] = []
-        waiting = {(m.actor.install if blob is None else m.actor.update).remote(sent): m for m in self._members}
-        whole = set(waiting) if blob is None else set()
-        while waiting:
-            ref, member = self._next(waiting)
+        self._settle()
+        ahead, self._ahead = self._ahead, None
+        shipment = ahead if ahead is not None and ahead.snap is snap else self._send(snap)
+        if shipment.whole:
+            self._keep_whole(shipment.ticket)
+        else:
+            self._old_tickets.append(shipment.ticket)
+            self._keep_whole(None)
+        previous, self._snapshot = self._snapshot, snap
+        try:
+            staged = self._staged(shipment)
+        except SnapshotError:
+            self._snapshot = previous
+            self._keep_whole(None)
+            raise
+        switch = time.perf_counter()
+        self._probe, self.proof = probe, {}
+        reports = self._switched(staged, snap)
+        self._since_whole = 1 if shipment.whole else self._since_whole + 1
+        self._release_old()
+        now = time.perf_counter()
+        pause = max(report.pause_s for report in reports)
+        return replace(
+            reports[0], ship_s=switch - start, install_s=now - switch, pause_s=pause, shipped_bytes=shipment.nbytes
+        )
+
+    def _staged(self, shipment: Shipment) -> list[Member]:
+        """The actors that hold the version, checked and ready; SnapshotError if they refuse it whole."""
+        snap, staged = shipment.snap, []
+        waiting = {ref: m for ref, (m, actor) in shipment.staging.items() if m.actor is actor}
+        whole = set(waiting) if shipment.whole else set()
+        for ref, member in self._answers(waiting, shipment.sent_s):
             try:
-                reports.append(_get(ref))
-                continue
+                _get(ref)
+                staged.append(member)
             except SnapshotError as error:
                 if ref in whole:  # the samplers go on with what they have, and so does the pool
-                    self._snapshot, self._packed = previous
                     raise
-                logger.warning("sampler %d needs version %d whole: %s", member.index, snap.version, error)
+                logger.warning("%s needs version %d whole: %s", member, snap.version, error)
+                again = member.actor.stage.remote(self._whole())
+                waiting[again] = member
+                whole.add(again)
+            except (RayActorError, SamplerError) as error:
+                self._replace(member, f"receiving version {snap.version}", error)
+        return staged
+
+    def _switched(self, staged: list[Member], snap: Snapshot) -> list[InstallReport]:
+        """Switch the staged actors, or wait for the first that gets there some other way."""
+        reports = []
+        self.version = None
+        start = time.perf_counter()
+        waiting = {m.actor.commit.remote(): m for m in staged}
+        late = [m for m in self._fleet.members if m not in staged and m.joining is None]
+        for ref, member in self._answers(waiting, start):
+            try:
+                reports.append(_get(ref))
+                member.serves = snap.version
+            except SnapshotError as error:
+                logger.warning("%s needs version %d whole: %s", member, snap.version, error)
+                late.append(member)
             except (RayActorError, SamplerError) as error:
                 self._replace(member, f"installing version {snap.version}", error)
-            again = member.actor.install.remote(self._whole())
-            waiting[again] = member
-            whole.add(again)
         self.version = snap.version
-        self._since_whole = 1 if blob is None else self._since_whole + 1
-        total = time.perf_counter() - start
-        slowest = max(report.install_s for report in reports)
-        pause = max(report.pause_s for report in reports)
-        return replace(reports[0], ship_s=total - slowest, install_s=slowest, pause_s=pause, shipped_bytes=shipped)
+        late += self._fleet.returning()
+        for member in self._fleet.members:
+            if member in late or (member.joining is None and member.serves != snap.version):
+                self._join(member)
+        while not reports:
+            reports += self._settle(block=True)
+        return reports
 
-    def _delta(self, snap: Snapshot) -> np.ndarray | None:
-        """What turns the served version into `snap`, or None if it has to travel whole."""
-        if self.version is None or self._snapshot is None or self._since_whole >= self.options.whole_every:
-            return None
-        blob = delta.encode(self._snapshot, snap)
-        return np.frombuffer(blob, np.uint8) if len(blob) < snap.nbytes else None
-
-    def _whole(self) -> ray.ObjectRef:
-        """The current snapshot in the object store."""
+    def _prove(self, member: Member, answer: Answer) -> None:
+        """Raise SamplerError unless the engine holds what was published and computes with it."""
+        if answer.digest is None:
+            return
         assert self._snapshot is not None
-        if self._packed is None:
-            self._check_store(self._snapshot.nbytes)
-            self._packed = ray.put(pack(self._snapshot))
-        return self._packed
+        if answer.digest != self._snapshot.digest:
+            found, wanted = answer.digest[:12], self._snapshot.digest[:12]
+            raise SamplerError(f"version {self.version} reads back as {found}, not {wanted}")
+        proof = {"sync/proven_samplers": self.proof.get("sync/proven_samplers", 0.0) + 1}
+        if self._probe is not None:
+            nats = self._probe.check(answer.scores)
+            proof["sync/canary_nats"] = max(nats, self.proof.get("sync/canary_nats", 0.0))
+        self.proof = proof
+        member.suspect, member.failures = False, 0
 
-    def _check_store(self, nbytes: int) -> None:
-        """Ray would spill to disk without a word; two snapshots (the old and the new one) must fit."""
-        size = ray.cluster_resources().get("object_store_memory", 0)
-        if 2 * nbytes > size:
-            raise SamplerError(
-                f"two snapshots of {nbytes / 2**20:.0f} MiB do not fit the object store ({size / 2**20:.0f} MiB); "
-                "start Ray with a larger --object-store-memory"
-            )
+    def _join(self, member: Member) -> None:
+        """Have an actor catch up in its own time: calls to one actor run in order, so this one runs before others."""
+        member.serves, member.busy = None, None
+        member.joining, member.since = member.actor.install.remote(self._whole()), time.perf_counter()
 
-    def switch(self, scheme: Scheme) -> None:
-        """Start fresh actors for another scheme; they serve nothing until the next install."""
-        self.scheme, self.version, self._snapshot, self._packed = scheme, None, None, None
-        for member in self._members:
-            ray.kill(member.actor)
-            member.actor, member.where = self._spawn(member.index), "not started"
+    def _settle(self, *, block: bool = False) -> list[InstallReport]:
+        """Look at installs and unneeded calls that nobody waits for; with `block`, wait for one install."""
+        reports = []
+        for member in list(self._fleet.members):
+            if member.joining is not None and member.where is not None and self._stuck(member):
+                self._replace(member, "catching up", TimeoutError(f"no answer for {self._patience():.0f} s"))
+        joining = {m.joining: m for m in self._fleet.members if m.joining is not None}
+        unneeded = {m.busy: m for m in self._fleet.members if m.busy is not None}
+        refs = [*joining, *unneeded]
+        if not refs:
+            if block:
+                raise SamplerError("no sampler is left; look at the warnings above")
+            return []
+        done, _ = ray.wait(refs, num_returns=1 if block else len(refs), timeout=self._patience() if block else 0)
+        if block and not done:
+            raise self._silence()
+        for ref in done:
+            member = joining.get(ref) or unneeded[ref]
+            try:
+                answer = _get(ref)
+                member.busy = None
+                if ref in joining:
+                    member.joining = None
+                    member.where = _get(member.actor.where.remote())
+                    if answer.version == self.version:
+                        reports.append(answer)
+                        member.serves = answer.version
+                    else:
+                        self._join(member)
+            except (RayActorError, SamplerError, SnapshotError) as error:
+                self._replace(member, "catching up", error)
+        return reports
+
+    def _replace(self, member: Member, phase: str, error: Exception) -> None:
+        """Start a fresh actor, which joins when it runs; or go on without."""
+        if self._fleet.replace(member, phase, error) and self._snapshot is not None and self.version is not None:
+            self._join(member)
+
+    def _distrust(self, member: Member, error: SamplerError) -> None:
+        """An engine that cannot prove what it serves gets it whole, again; the second time it is replaced."""
+        if member.suspect:
+            return self._replace(member, f"serving version {self.version}", error)
+        logger.warning("%s is installed again: %s", member, error)
+        member.suspect = True
+        return self._join(member)
+
+    def _whole(self) -> Ticket:
+        """The current snapshot, where samplers can fetch it."""
+        assert self._snapshot is not None
+        if self._whole_ticket is None:
+            self._whole_ticket = self.transport.send(self._snapshot.version, self._snapshot)
+        return self._whole_ticket
+
+    def _keep_whole(self, ticket: Ticket | None) -> None:
+        if self._whole_ticket is not None:
+            self._old_tickets.append(self._whole_ticket)
+        self._whole_ticket = ticket
+
+    def _release_old(self) -> None:
+        if all(member.joining is None for member in self._fleet.members):  # else one may be reading
+            for ticket in self._old_tickets:
+                self.transport.release(ticket)
+            self._old_tickets = []
+
+    # Sampling
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Rollout]:
-        """Sample on all actors; a chunk whose actor dies runs again, with the same seeds, on a fresh one.
+        """Sample on all actors; a chunk whose actor dies or dawdles runs again elsewhere, with the same seeds.
 
         Raises:
             SamplerError: `version` is not the installed one, or actors died more often than `max_restarts` allows.
@@ -228,59 +302,165 @@ class SamplerPool:
         """
         if version != self.version:
             raise SamplerError(f"asked for version {version}, serving {self.version}; install that version first")
-        chunks = split_evenly(requests, len(self._members))
-        results: list[list[Rollout]] = [[] for _ in chunks]
-        pending, idle = deque(range(len(chunks))), deque(self._members)
-        running: dict[ray.ObjectRef, tuple[_Member, int]] = {}
-        while pending or running:
-            while pending and idle:
-                member, chunk = idle.popleft(), pending.popleft()
-                running[member.actor.generate.remote(chunks[chunk], sampling, version)] = (member, chunk)
-            ref, (member, chunk) = self._next(running)
+        work = _Batch(split_evenly(requests, self.size))
+        prompts = () if self._probe is None else self._probe.prompts
+        try:
+            while work.unfinished:
+                self._settle()
+                for member in self._fleet.members:
+                    if member.serves != version or member.busy is not None or member in work.members:
+                        continue
+                    chunk = work.next_chunk()
+                    if chunk is None:
+                        break
+                    asked = member.actor.generate.remote(work.chunks[chunk], sampling, version, prompts)
+                    work.started(asked, member, chunk)
+                self._collect(work, version)
+        finally:
+            for ref, (member, _, _) in work.running.items():
+                member.busy = ref
+        return work.rollouts()
+
+    def _collect(self, work: "_Batch", version: int) -> None:
+        """Wait for an answer, or until it is time to look after slow chunks and fresh actors."""
+        others = [ref for m in self._fleet.members for ref in (m.joining, m.busy) if ref is not None]
+        refs = [*work.running, *others]
+        if not refs:
+            raise SamplerError("no sampler is left; look at the warnings above")
+        done, _ = ray.wait(refs, num_returns=1, timeout=min(work.patience(), self._patience()))
+        if not done and time.perf_counter() - work.heard_s > self._patience():
+            raise self._silence()
+        for ref in done:
+            if ref not in work.running:
+                continue
+            member, chunk, _ = work.running.pop(ref)
             try:
-                results[chunk], seconds = _get(ref)
-                self.busy_s += seconds
+                answer: Answer = _get(ref)
             except (RayActorError, SamplerError) as error:
                 self._replace(member, f"generating with version {version}", error)
-                # Calls to one actor run in order, so the fresh one installs before it generates.
-                member.actor.install.remote(self._whole())
-                pending.appendleft(chunk)
-            idle.append(member)
-        return [rollout for result in results for rollout in result]
+                work.failed(chunk)
+                continue
+            try:
+                self._prove(member, answer)
+            except SamplerError as error:
+                self._distrust(member, error)
+                work.failed(chunk)
+            else:
+                self.busy_s += answer.seconds
+                work.finished(chunk, answer.rollouts, answer.seconds)
 
-    def _next(self, running: dict):
-        done, _ = ray.wait(list(running), num_returns=1, timeout=self.options.call_timeout_s)
-        if not done:
-            raise SamplerError(f"no sampler answered within {self.options.call_timeout_s:.0f} s; the run is stopped")
-        return done[0], running.pop(done[0])
+    def _answers(self, waiting: dict[ray.ObjectRef, Member], start: float):
+        """Yield calls as they are answered; a caller may add more. Slow ones are left behind, to catch up."""
+        first: float | None = None
+        while waiting:
+            timeout = self._patience() if first is None else SLOW_FACTOR * first + SLOW_S
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=timeout)
+            if not done and first is None:
+                raise self._silence()
+            if not done:
+                for member in waiting.values():
+                    logger.warning("%s is slow; going on without it until it has caught up", member)
+                return
+            if first is None:
+                first = time.perf_counter() - start
+            yield done[0], waiting.pop(done[0])
 
-    def _replace(self, member: _Member, phase: str, error: Exception) -> None:
-        """Put a fresh actor in the place of a dead or broken one; SamplerError once the restarts are used up."""
-        self._restarts += 1
-        reason = f"sampler {member.index} ({member.where}) failed while {phase}: {_last_line(error)}"
-        if self._restarts > self.options.max_restarts:
-            raise SamplerError(
-                f"{reason}; all {self.options.max_restarts} restarts are used, raise sampler_max_restarts to go on"
-            )
-        logger.warning("%s; restart %d of %d", reason, self._restarts, self.options.max_restarts)
-        ray.kill(member.actor)
-        member.actor, member.where = self._spawn(member.index), "restarted"
+    def _stuck(self, member: Member) -> bool:
+        """It ran before and has not caught up; one that still waits for its place in the cluster may take for ever."""
+        return time.perf_counter() - member.since > self._patience()
+
+    def _patience(self) -> float:
+        return self.options.call_timeout_s
+
+    def _silence(self) -> SamplerError:
+        return SamplerError(f"no sampler answered within {self._patience():.0f} s; the run is stopped")
+
+    # Size and life
+
+    def resize(self, num_samplers: int) -> None:
+        """Have actors join or leave, between two batches; fresh ones take part once they have started and installed.
+
+        Raises:
+            ConfigError: the cluster can never hold so many.
+            SamplerError: it cannot place them now.
+        """
+        extra = num_samplers - len(self._fleet.members)
+        for member in self._fleet.members[num_samplers:]:
+            self._fleet.drop(member)
+        if extra > 0:
+            fresh = self._fleet.grow(extra)
+            if self.version is not None:
+                for member in fresh:
+                    self._join(member)
+        self.size = num_samplers
+
+    def switch(self, scheme: Scheme) -> None:
+        """Start fresh actors for another scheme; they serve nothing until the next install."""
+        self.scheme, self.version, self._snapshot, self._ahead = scheme, None, None, None
+        self._keep_whole(None)
+        self._fleet.restart(scheme)
 
     def close(self) -> None:
         """Kill the actors and free their bundles."""
-        for member in self._members:
-            ray.kill(member.actor)
-        remove_placement_group(self._bundles)
+        self._fleet.close()
+        self.transport.close()
 
 
-def check_capacity(count: int, bundle: Mapping[str, float], total: Mapping[str, float]) -> None:
-    """Raise ConfigError if `count` bundles can never fit the cluster's `total` resources."""
-    for resource, each in bundle.items():
-        if count * each > total.get(resource, 0):
-            raise ConfigError(
-                f"{count} samplers need {count * each:g} {resource}, the cluster has {total.get(resource, 0):g}; "
-                f"lower num_samplers or sampler_num_{resource.lower()}s, or add nodes"
-            )
+class _Batch:
+    """Chunks of requests, who runs which, and what came back; every chunk's answer is taken once."""
+
+    def __init__(self, chunks: list[list[Request]]):
+        self.chunks = chunks
+        self.running: dict[ray.ObjectRef, tuple[Member, int, float]] = {}
+        self.heard_s = time.perf_counter()
+        self._pending = deque(range(len(chunks)))
+        self._results: dict[int, list[Rollout]] = {}
+        self._slowest = 0.0
+
+    @property
+    def unfinished(self) -> bool:
+        return len(self._results) < len(self.chunks)
+
+    @property
+    def members(self) -> list[Member]:
+        return [member for member, _, _ in self.running.values()]
+
+    def next_chunk(self) -> int | None:
+        """The next chunk that nobody runs, or else one that its only actor has had for too long."""
+        if self._pending:
+            return self._pending.popleft()
+        now, runners = time.perf_counter(), [chunk for _, chunk, _ in self.running.values()]
+        for member, chunk, since in self.running.values():
+            overdue = bool(self._results) and now - since > self._deadline()
+            if overdue and chunk not in self._results and runners.count(chunk) == 1:
+                logger.warning("%s has had a chunk for %.1f s; another one takes it too", member, now - since)
+                return chunk
+        return None
+
+    def _deadline(self) -> float:
+        return SLOW_FACTOR * self._slowest + SLOW_S
+
+    def patience(self) -> float:
+        """Seconds until a chunk may be overdue."""
+        now = time.perf_counter()
+        left = [self._deadline() - (now - since) for _, _, since in self.running.values()] if self._results else []
+        return max(min((s for s in left if s > 0), default=1.0), 0.01)
+
+    def started(self, ref: ray.ObjectRef, member: Member, chunk: int) -> None:
+        self.running[ref] = (member, chunk, time.perf_counter())
+
+    def failed(self, chunk: int) -> None:
+        """Run it again, unless somebody does or did."""
+        if chunk not in self._results and all(other != chunk for _, other, _ in self.running.values()):
+            self._pending.appendleft(chunk)
+        self.heard_s = time.perf_counter()
+
+    def finished(self, chunk: int, rollouts: list[Rollout], seconds: float) -> None:
+        self._results.setdefault(chunk, rollouts)
+        self._slowest, self.heard_s = max(self._slowest, seconds), time.perf_counter()
+
+    def rollouts(self) -> list[Rollout]:
+        return [rollout for chunk in range(len(self.chunks)) for rollout in self._results[chunk]]
 
 
 def split_evenly(requests: Sequence[Request], parts: int) -> list[list[Request]]:
@@ -296,8 +476,3 @@ def _get(ref: ray.ObjectRef):
         return ray.get(ref)
     except RayTaskError as error:
         raise error.cause from None
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

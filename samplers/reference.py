@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from rlq.canary import Probe, teacher_forced
 from rlq.emulate import emulate, load_snapshot
 from rlq.errors import SamplerError, SnapshotError
 from rlq.linear import quantize_heads
@@ -46,14 +47,18 @@ class TransformersSampler:
         """Build the model anew for `scheme`; it serves nothing until the next install."""
         self.model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32).eval().requires_grad_(False)
         self.scheme = scheme
+        self.proof: dict[str, float] = {}
         self.version: int | None = None
         # Only names and shapes matter here, so any calibration does.
         input_amax = {name: 1.0 for name, module in self.model.named_modules() if isinstance(module, torch.nn.Linear)}
         self.specs = snapshot(self.model.named_parameters(), scheme, 0, input_amax).specs
         emulate(self.model, scheme)
 
+    def ship(self, snap: Snapshot) -> None:
+        """Nothing to send in one process."""
+
     @torch.no_grad()
-    def install(self, snap: Snapshot) -> InstallReport:
+    def install(self, snap: Snapshot, probe: Probe | None = None) -> InstallReport:
         """Serve `snap`; see `rlq.types.Sampler`."""
         if snap.scheme != self.scheme:
             raise SnapshotError(
@@ -63,6 +68,9 @@ class TransformersSampler:
         start = time.perf_counter()
         load_snapshot(self.model, snap)
         self.version = snap.version
+        self.proof = (
+            {} if probe is None else {"sync/canary_nats": probe.check(teacher_forced(self.model, probe.prompts))}
+        )
         seconds = time.perf_counter() - start
         return InstallReport(
             snap.version, snap.digest, len(snap.tensors), ship_s=0.0, install_s=seconds, pause_s=seconds

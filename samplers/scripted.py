@@ -1,13 +1,16 @@
-"""A sampler without a model: scripted tokens and faults, for tests of order, versions and failures."""
+"""An engine without a model: scripted tokens and faults, for tests of order, versions and failures."""
 
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
+from rlq.delta import Delta, flat_integers
 from rlq.errors import SamplerError, SnapshotError
-from rlq.publish import Snapshot, TensorSpec, check_specs
+from rlq.publish import Snapshot, TensorSpec, check_specs, tensor_digest
 from rlq.schemes import Scheme
 from rlq.types import InstallReport, Request, Rollout, Sampling
 
@@ -18,42 +21,87 @@ class Script:
 
     specs: dict[str, TensorSpec]
     """Tensors that it expects."""
-    die_in: str | None = None
-    """`install` or `generate`: kill the own process in the middle of that call."""
-    die_on_version: int = 0
-    """Version at which it dies."""
+    fault: str | None = None
+    """`die` (kill the own process), `hang`, `corrupt` (flip a stored bit) or `miscompute` (score wrongly)."""
+    phase: str | None = None
+    """Call in whose middle it happens: `stage`, `install`, `digest`, `score` or `generate`."""
+    on_version: int = 0
+    """Version at which it happens."""
     once: str | None = None
-    """Path of a marker file: die only as long as it does not exist, and create it; None dies every time."""
+    """Path of a marker file: it happens only as long as that does not exist, and creates it; None: every time."""
+    hang_s: float = 3600.0
+    """Seconds that a hang takes."""
     call_s: float = 0.0
     """Seconds that a generate call takes."""
 
 
-class ScriptedSampler:
+class ScriptedEngine:
     """Answers with tokens that name their seed and version, so that a test can tell who sampled what."""
 
     def __init__(self, script: Script, scheme: Scheme):
         self.script, self.scheme = script, scheme
         self.version: int | None = None
+        self.served: Snapshot | None = None
 
-    def _maybe_die(self, phase: str, version: int) -> None:
-        if self.script.die_in != phase or self.script.die_on_version != version:
+    def _strikes(self, phase: str, version: int) -> bool:
+        """True if the script's fault happens now."""
+        if (self.script.phase, self.script.on_version) != (phase, version):
+            return False
+        if self.script.once is None:
+            return True
+        try:
+            Path(self.script.once).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def _act(self, phase: str, version: int) -> None:
+        if not self._strikes(phase, version):
             return
-        if self.script.once is not None:
-            marker = Path(self.script.once)
-            if marker.exists():
-                return
-            marker.touch()
-        os._exit(9)
+        if self.script.fault == "die":
+            os._exit(9)
+        elif self.script.fault == "hang":
+            time.sleep(self.script.hang_s)
+        elif self.script.fault == "corrupt":
+            assert self.served is not None
+            tensors = {name: tensor.clone() for name, tensor in self.served.tensors.items()}  # those are shared memory
+            next(iter(tensors.values())).view(torch.uint8).view(-1)[0] ^= 1
+            self.served = replace(self.served, tensors=tensors)
 
-    def install(self, snap: Snapshot) -> InstallReport:
-        """Check like an engine does, then remember the version."""
-        if snap.scheme != self.scheme:
-            raise SnapshotError(f"snapshot is {snap.scheme.name!r}, this sampler serves {self.scheme.name!r}")
-        check_specs(snap.specs, self.script.specs)
+    def stage(self, version: Snapshot | Delta) -> Snapshot:
+        """Check like an engine does; applies a delta to the version that is served."""
+        if isinstance(version, Delta):
+            if self.served is None:
+                raise SnapshotError("a delta has no base here; send it whole")
+            version.check_base(self.served.version, self.served.digest)
+            tensors = {name: tensor.clone() for name, tensor in self.served.tensors.items()}
+            for name, patch in version.patches():
+                patch.apply_(flat_integers(tensors[name]))
+            version = Snapshot(tensors, version.info.version, version.info.scheme, version.info.digest)
+        if version.scheme != self.scheme:
+            raise SnapshotError(f"snapshot is {version.scheme.name!r}, this sampler serves {self.scheme.name!r}")
+        check_specs(version.specs, self.script.specs)
+        self._act("stage", version.version)
+        return version
+
+    def commit(self, staged: Snapshot) -> InstallReport:
+        """Remember the version."""
         self.version = None
-        self._maybe_die("install", snap.version)
-        self.version = snap.version
-        return InstallReport(snap.version, snap.digest, len(snap.tensors), ship_s=0.0, install_s=0.0, pause_s=0.0)
+        self._act("install", staged.version)
+        self.version, self.served = staged.version, staged
+        return InstallReport(staged.version, staged.digest, len(staged.tensors), ship_s=0.0, install_s=0.0, pause_s=0.0)
+
+    def digest(self) -> str:
+        """What is served, unless the script says that it went wrong."""
+        assert self.served is not None
+        self._act("digest", self.served.version)
+        return tensor_digest(self.served.tensors)
+
+    def score(self, prompts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+        """-1 per token, and one more for a version that went wrong."""
+        assert self.version is not None
+        off = self.script.fault == "miscompute" and self._strikes("score", self.version)
+        return [(-2.0 if off else -1.0,) * (len(prompt) - 1) for prompt in prompts]
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Rollout]:
         """One token per sample: `seed + i`."""
@@ -62,7 +110,7 @@ class ScriptedSampler:
                 f"asked for version {version}, serving {self.version}; install the current snapshot first"
             )
         time.sleep(self.script.call_s)
-        self._maybe_die("generate", version)
+        self._act("generate", version)
         return [
             Rollout(
                 r.prompt_ids,
@@ -77,10 +125,3 @@ class ScriptedSampler:
             for r in requests
             for i in range(r.num_samples)
         ]
-
-    def switch(self, scheme: Scheme) -> None:
-        """Serve another scheme, and nothing until the next install."""
-        self.scheme, self.version = scheme, None
-
-    def close(self) -> None:
-        """Nothing to release."""

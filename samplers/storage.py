@@ -1,6 +1,5 @@
-"""A loaded vLLM model as wire tensors: which ones it expects, what it really holds, and new values written in place."""
+"""A loaded vLLM model as wire tensors: which ones it expects, and what it really holds."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,23 +15,33 @@ class Slot:
 
     module: torch.nn.Module
     """Its layer."""
-    rows: torch.Tensor
-    """View of the layer's storage, in the published orientation."""
+    leaf: str
+    """Name of the layer's parameter that holds it."""
+    shard: int
+    """Its place among the tensors that the parameter fuses."""
+    shards: int
+    """How many those are."""
     tile_rows: int
     """Rows that share one published row: block scales are stored once per row."""
     exact: bool
     """Stored as published; otherwise in the compute dtype, from which casting back to bf16 is exact."""
 
-    def read(self) -> torch.Tensor:
-        """The tensor as it was published."""
-        published = self.rows[:: self.tile_rows] if self.tile_rows > 1 else self.rows
-        return (published if self.exact else published.to(torch.bfloat16)).contiguous()
+    def rows(self, storage: torch.Tensor) -> torch.Tensor:
+        """View of its rows, in the published orientation; `storage` is the parameter's data or a copy of it."""
+        return _shards(self.module, getattr(self.module, self.leaf), storage, self.shards)[self.shard]
 
-    def write(self, tensor: torch.Tensor) -> None:
-        """Overwrite it; what the layer derives from it is stale until `refresh`."""
+    def read(self) -> torch.Tensor:
+        """A copy of the tensor as it was published, on the CPU."""
+        rows = self.rows(getattr(self.module, self.leaf).data)[:: self.tile_rows]
+        dtype = rows.dtype if self.exact else torch.bfloat16
+        return rows.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+
+    def write(self, tensor: torch.Tensor, storage: torch.Tensor) -> None:
+        """Put a published tensor where it belongs in `storage`, the parameter's data or a copy of it."""
+        rows = self.rows(storage)
         if self.tile_rows > 1:
-            tensor = tensor.repeat_interleave(self.tile_rows, 0)[: len(self.rows)]
-        self.rows.copy_(tensor)
+            tensor = tensor.repeat_interleave(self.tile_rows, 0)[: len(rows)]
+        rows.copy_(tensor)
 
 
 def slots(model: torch.nn.Module) -> dict[str, Slot]:
@@ -55,29 +64,13 @@ def slots(model: torch.nn.Module) -> dict[str, Slot]:
             names = [f"{parent}.{shard}.{leaf}" for shard in shards] if shards else [f"{module_name}.{leaf}"]
             exact = "weight_scale" in own and leaf != "bias"
             tile_rows = getattr(param, "tile_rows", 1)
-            views = _shards(module, param, len(names))
-            out |= {n: Slot(module, view, tile_rows, exact) for n, view in zip(names, views, strict=True)}
+            out |= {n: Slot(module, leaf, i, len(names), tile_rows, exact) for i, n in enumerate(names)}
     return out
 
 
 def wire_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What the model holds, as it would be published."""
     return {name: slot.read() for name, slot in slots(model).items()}
-
-
-def place(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Overwrite wire tensors in place and renew what their layers derive from them.
-
-    Only for layers whose storage has the published layout; see `placeable`.
-    """
-    known, touched = slots(model), {}
-    for name, tensor in tensors:
-        known[name].write(tensor)
-        touched[id(known[name].module)] = known[name].module
-    for module in touched.values():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, EmulatedLinearMethod):
-            method.process_weights_after_loading(module)
 
 
 def placeable(model: torch.nn.Module) -> bool:
@@ -101,11 +94,13 @@ def expected_specs(model: torch.nn.Module) -> dict[str, TensorSpec]:
     return {name: TensorSpec.of(tensor) for name, tensor in wire_tensors(model).items()}
 
 
-def _shards(module: torch.nn.Module, param: torch.nn.Parameter, count: int) -> list[torch.Tensor]:
-    """Split a parameter of a layer that fuses `count` modules into what each of them published."""
+def _shards(
+    module: torch.nn.Module, param: torch.nn.Parameter, storage: torch.Tensor, count: int
+) -> list[torch.Tensor]:
+    """Split the storage of a parameter that fuses `count` modules into what each of them published."""
     if isinstance(param, ShardParameter):
-        return list(param.data)
-    tensor = _row_major(_unpadded(module, param.data), param)
+        return list(storage)
+    tensor = _row_major(_unpadded(module, storage), param)
     return list(tensor.split(module.logical_widths)) if count > 1 else [tensor]  # type: ignore[arg-type]
 
 

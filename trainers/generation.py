@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import broadcast_object_list, gather_object
 
+from rlq.canary import Probe
 from rlq.errors import RlqError, SamplerError
 from rlq.publish import Snapshot, snapshot
 from rlq.schemes import Scheme
 from rlq.types import Request, Rollout, Sampler, Sampling
+
+from .canary import Canary
 
 if TYPE_CHECKING:
     from .grpo import QuantGRPOTrainer
@@ -35,7 +38,7 @@ class Ordered:
     version: int
     """Version that samples it."""
     rollouts: Future | None
-    """(rollouts of all ranks, seconds); None on ranks other than 0."""
+    """(rollouts of all ranks, seconds, what the samplers proved); None on ranks other than 0."""
 
 
 class SamplerGeneration:
@@ -60,6 +63,7 @@ class SamplerGeneration:
         # Generate calls at this version, training and evaluation apart; part of the seeds. Apart, because an evaluation
         # between two steps is not repeated when a run resumes there.
         self.calls: Counter[bool] = Counter()
+        self._canary = Canary(trainer)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="rlq-samplers")
         self._install: Future | None = None
         self._ahead: deque[Ordered] = deque()
@@ -96,20 +100,26 @@ class SamplerGeneration:
         assert self.samplers is not None
         snap = snapshot(named, self.samplers.scheme, version)
         quantize_s = time.perf_counter() - start
-        self._install = self._worker.submit(self._installed, snap, quantize_s)
+        if self.trainer.args.async_steps:
+            self.samplers.ship(snap)  # beside the batch that is being sampled
+        start = time.perf_counter()
+        probe = self._canary.probe(snap)
+        self.trainer.log_rlq({"time/canary_s": time.perf_counter() - start})
+        self._install = self._worker.submit(self._installed, snap, probe, quantize_s)
         if not self.trainer.args.async_steps:
             self._finish_install()
 
-    def _installed(self, snap: Snapshot, quantize_s: float) -> dict[str, float]:
+    def _installed(self, snap: Snapshot, probe: Probe | None, quantize_s: float) -> dict[str, float]:
         assert self.samplers is not None
-        report = self.samplers.install(snap)
+        report = self.samplers.install(snap, probe)
         if report.digest != snap.digest:
             raise SamplerError(
-                f"version {snap.version} was published as {snap.digest[:12]} and reads back as {report.digest[:12]}"
+                f"version {snap.version} was published as {snap.digest[:12]} and installed as {report.digest[:12]}"
             )
         return {
             "sync/bytes": float(snap.nbytes),
             "sync/shipped_bytes": float(report.shipped_bytes),
+            "sync/tensors": float(report.num_tensors),
             "sync/quantize_s": quantize_s,
             "sync/ship_s": report.ship_s,
             "sync/install_s": report.install_s,
@@ -171,24 +181,24 @@ class SamplerGeneration:
 
     def _sample(
         self, prompts: list[list[int]], base: int, sampling: Sampling, version: int
-    ) -> tuple[list[Rollout], float]:
+    ) -> tuple[list[Rollout], float, dict[str, float]]:
         assert self.samplers is not None
         start = time.perf_counter()
         rollouts = self.samplers.generate(group_requests(prompts, base), sampling, version)
         seconds = time.perf_counter() - start
         check_rollouts(rollouts, prompts, version, self.samplers.scheme.name, sampling.temperature)
-        return rollouts, seconds
+        return rollouts, seconds, dict(self.samplers.proof)
 
     def _take(self, ordered: Ordered) -> list[Rollout]:
         assert ordered.rollouts is not None
         start = time.perf_counter()
         if self._install is not None and self._install.done():
             self._finish_install()  # its error says more than that of the batch behind it
-        rollouts, seconds = ordered.rollouts.result()
+        rollouts, seconds, proof = ordered.rollouts.result()
         waited = time.perf_counter() - start
         tokens = sum(len(r.token_ids) for r in rollouts)
         self.trainer.log_rlq(
-            {"rollout/tokens_per_s": tokens / seconds, "time/generate_s": seconds, "time/wait_s": waited}
+            {"rollout/tokens_per_s": tokens / seconds, "time/generate_s": seconds, "time/wait_s": waited} | proof
         )
         return rollouts
 

@@ -42,6 +42,16 @@ class QuantGRPOConfig(GRPOConfig):
         default=0,
         metadata={"help": "Generation batches that are sampled ahead while the learner trains; 0 is on-policy."},
     )
+    canary_prompts: int = field(
+        default=2,
+        metadata={
+            "help": "Prompts that every sampler scores after an install, compared with a dequantized copy of the "
+            "learner (fp32, on the CPU); 0 keeps no copy."
+        },
+    )
+    canary_tolerance: float = field(
+        default=0.05, metadata={"help": "Mean difference in nats per token above which a sampler is installed again."}
+    )
     compact_buckets: int = field(
         default=8,
         metadata={
@@ -59,6 +69,11 @@ class QuantGRPOConfig(GRPOConfig):
             raise ConfigError(f"temperature={self.temperature} gives no ratio; use a value above 0")
         if self.async_steps < 0:
             raise ConfigError(f"async_steps={self.async_steps} is negative; 0 waits for every batch")
+        if self.canary_prompts < 0 or not self.canary_tolerance > 0:
+            raise ConfigError(
+                f"canary_prompts={self.canary_prompts} and canary_tolerance={self.canary_tolerance} cannot be used; "
+                "take a count from 0 and a tolerance above 0"
+            )
         if self.compact_buckets < 0:
             raise ConfigError(f"compact_buckets={self.compact_buckets} is negative; use 0 to compute the padding too")
         if self.max_completion_length is None:

@@ -28,13 +28,18 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 def quantized_copy(trainer: "QuantGRPOTrainer", scheme: Scheme, version: int) -> torch.nn.Module:
     """Copy the learner's model and make it compute what a sampler of `scheme` computes at `version`."""
     learner: Any = trainer.accelerator.unwrap_model(trainer.model)
-    snap = snapshot(learner.named_parameters(), scheme, version)
+    model = empty_twin(learner.config, scheme)
+    load_snapshot(model, snapshot(learner.named_parameters(), scheme, version))
+    return model.to(learner.device)
+
+
+def empty_twin(config: Any, scheme: Scheme) -> Any:
+    """A model on the CPU, in fp32, that computes what a sampler of `scheme` computes once a snapshot is loaded."""
     # Built anew: TRL has replaced the learner's forward, and a copy of that would still call the original.
     with torch.random.fork_rng():  # a new model draws initial weights; the run's random numbers must not notice
-        model = AutoModelForCausalLM.from_config(learner.config, dtype=torch.float32).requires_grad_(False).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).requires_grad_(False).eval()
     emulate(model, scheme)
-    load_snapshot(model, snap)
-    return model.to(learner.device)
+    return model
 
 
 def score(model: Any, out: dict[str, torch.Tensor], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,12 +11,17 @@ import pytest
 import ray
 import torch
 
+from rlq.canary import Probe
 from rlq.errors import ConfigError, SamplerError, SnapshotError
 from rlq.publish import Snapshot, snapshot, tensor_digest
 from rlq.schemes import Scheme
 from rlq.types import Request, Sampling
-from samplers.pool import PoolOptions, SamplerPool, check_capacity, split_evenly
-from samplers.scripted import Script, ScriptedSampler
+from samplers import pool as pool_module
+from samplers.fleet import FLAPS, REST, check_capacity
+from samplers.options import PoolOptions
+from samplers.pool import SamplerPool, split_evenly
+from samplers.scripted import Script, ScriptedEngine
+from samplers.transport import make_transport, read_version
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -34,10 +39,10 @@ def snap(version: int, value: float = 1.0) -> Snapshot:
     return snapshot(weights(value).items(), FP8, version)
 
 
-def make_pool(*, count: int = 2, restarts: int = 2, **faults) -> SamplerPool:
+def make_pool(*, count: int = 2, restarts: int = 2, whole_every: int = 1, transport=None, **faults) -> SamplerPool:
     script = Script(specs=snap(0).specs, **faults)
-    options = PoolOptions(num_samplers=count, max_restarts=restarts, call_timeout_s=60)
-    return SamplerPool(ScriptedSampler, (script,), FP8, options)
+    options = PoolOptions(num_samplers=count, max_restarts=restarts, call_timeout_s=60, whole_every=whole_every)
+    return SamplerPool(ScriptedEngine, (script,), FP8, options, transport)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +102,7 @@ def test_a_snapshot_that_does_not_fit_is_refused_and_the_old_version_stays(pool,
 
 
 def test_an_actor_that_dies_while_installing_is_replaced_and_serves_the_new_version(tmp_path, caplog):
-    pool = make_pool(count=1, die_in="install", die_on_version=2, once=str(tmp_path / "died"))
+    pool = make_pool(count=1, fault="die", phase="install", on_version=2, once=str(tmp_path / "died"))
     pool.install(snap(1))
     assert pool.install(snap(2)).version == 2
     assert "failed while installing version 2" in caplog.text
@@ -106,7 +111,7 @@ def test_an_actor_that_dies_while_installing_is_replaced_and_serves_the_new_vers
 
 
 def test_restarts_are_bounded():
-    pool = make_pool(count=1, restarts=2, die_in="generate", die_on_version=1)
+    pool = make_pool(count=1, restarts=2, fault="die", phase="generate", on_version=1)
     pool.install(snap(1))
     with pytest.raises(SamplerError, match="all 2 restarts are used, raise sampler_max_restarts"):
         pool.generate(REQUESTS, SAMPLING, version=1)
@@ -128,15 +133,178 @@ def test_after_a_switch_the_pool_serves_the_other_scheme_only():
 def test_an_actor_killed_while_generating_is_replaced_and_nothing_is_lost(caplog):
     pool = make_pool(call_s=1.5)
     pool.install(snap(1))
-    _, victim = ray.get(pool._members[0].actor.where.remote())
+    place: Any = ray.get(pool._fleet.members[0].actor.where.remote())
+    victim = place.pid
     threading.Timer(0.5, os.kill, (victim, signal.SIGKILL)).start()
     start = time.monotonic()
     assert tokens(pool.generate(REQUESTS, SAMPLING, version=1)) == EXPECTED
     assert time.monotonic() - start > 1.5, "the kill must have landed inside the call"
-    assert pool._restarts == 1
+    assert pool._fleet.restarts == 1
     assert f"sampler 0 (pid {victim}" in caplog.text
     assert "failed while generating with version 1" in caplog.text
     pool.close()
+
+
+# ---- what is served is proved
+
+
+PROBE = Probe(((1, 2, 3), (4, 5)), ((-1.0, -1.0), (-1.0,)), tolerance=0.1)
+
+
+def test_every_sampler_proves_what_it_serves_before_its_rollouts_count(pool):
+    pool.install(snap(1), PROBE)
+    pool.generate(REQUESTS, SAMPLING, version=1)
+    assert pool.proof == {"sync/proven_samplers": 2.0, "sync/canary_nats": 0.0}
+
+
+@pytest.mark.parametrize(("fault", "phase"), [("corrupt", "digest"), ("miscompute", "score")])
+def test_an_engine_that_serves_something_else_is_installed_again(fault, phase, tmp_path, caplog):
+    pool = make_pool(fault=fault, phase=phase, on_version=2, once=str(tmp_path / "once"))
+    for version in (1, 2):
+        pool.install(snap(version, float(version)), PROBE)
+        assert tokens(pool.generate(REQUESTS, SAMPLING, version=version)) == EXPECTED
+    assert "is installed again" in caplog.text
+    assert ("reads back as" if fault == "corrupt" else "the canary is 1 nats per token off") in caplog.text
+    assert pool._fleet.restarts == 0
+    pool.close()
+
+
+def test_an_engine_that_goes_on_serving_something_else_is_replaced_until_the_restarts_are_used_up(caplog):
+    pool = make_pool(count=1, restarts=1, fault="miscompute", phase="score", on_version=1)
+    pool.install(snap(1), PROBE)
+    with pytest.raises(SamplerError, match=r"the canary is 1 nats.*all 1 restarts are used"):
+        pool.generate(REQUESTS, SAMPLING, version=1)
+    assert caplog.text.count("is installed again") == 2  # the first engine and the one that took its place
+    pool.close()
+
+
+# ---- shipping ahead, deltas, transports
+
+
+def test_a_version_is_shipped_while_the_one_before_is_being_sampled():
+    pool = make_pool(call_s=1.0)
+    pool.install(snap(1))
+    batch: list[Any] = []
+    sampling = threading.Thread(target=lambda: batch.extend(pool.generate(REQUESTS, SAMPLING, version=1)))
+    sampling.start()
+    time.sleep(0.3)
+    two = snap(2)
+    pool.ship(two)
+    assert pool._ahead is not None
+    done, _ = ray.wait(list(pool._ahead.staging), num_returns=2, timeout=30)
+    assert len(done) == 2
+    assert sampling.is_alive(), "both hold version 2 while version 1 is being sampled"
+    sampling.join()
+    assert {r.version for r in batch} == {1}
+    assert pool.install(two).version == 2
+    assert {r.version for r in pool.generate(REQUESTS, SAMPLING, version=2)} == {2}
+    pool.close()
+
+
+@pytest.mark.parametrize("name", ["object_store", "shared_memory", "directory"])
+def test_every_transport_carries_whole_versions_and_deltas_and_serves_late_samplers(name, tmp_path):
+    way: Any = make_transport(name, str(tmp_path), {})
+    once = str(tmp_path / "once")
+    pool = make_pool(whole_every=3, transport=way, fault="die", phase="install", on_version=5, once=once)
+    shipped = []
+    for version in range(1, 7):
+        now = snap(version, 1.0 + version / 4)
+        report = pool.install(now)
+        shipped.append(report.shipped_bytes)
+        assert report.digest == now.digest
+        assert tokens(pool.generate(REQUESTS, SAMPLING, version=version)) == EXPECTED
+    assert shipped[0] == shipped[3] == snap(1).nbytes
+    assert pool._fleet.restarts == 1
+    if name == "directory":
+        assert read_version(tmp_path, 6).digest == now.digest
+    if name == "shared_memory":
+        while sum(m.serves == 6 for m in pool._fleet.members) < 2:  # who is joining may still be reading
+            assert tokens(pool.generate(REQUESTS, SAMPLING, version=6)) == EXPECTED
+        pool.install(snap(7, 3.0))
+        assert len(list(way._folder.iterdir())) <= 2, "old versions are freed"
+    pool.close()
+
+
+def test_an_object_store_that_others_have_filled_is_waited_for_and_nothing_crashes(pool):
+    filler = [ray.put(torch.ones(20 << 20, dtype=torch.uint8).numpy()) for _ in range(9)]  # 180 of 200 MB, all in use
+    big = {"model.layers.0.mlp.up_proj.weight": torch.ones(4, 8), "model.norm.weight": torch.ones(8)}
+    for version in (1, 2, 3):
+        pool.install(snapshot(big.items(), FP8, version))
+        assert tokens(pool.generate(REQUESTS, SAMPLING, version=version)) == EXPECTED
+    assert len(filler) == 9
+
+
+# ---- slow, flapping, joining and leaving actors
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(pool_module, "SLOW_S", 1.0)
+
+
+def test_requests_of_an_actor_that_hangs_move_on_and_nothing_is_doubled(impatient, tmp_path, caplog):
+    pool = make_pool(fault="hang", phase="generate", on_version=1, once=str(tmp_path / "once"), hang_s=12.0)
+    pool.install(snap(1))
+    start = time.monotonic()
+    assert tokens(pool.generate(REQUESTS, SAMPLING, version=1)) == EXPECTED
+    assert time.monotonic() - start < 12
+    assert "another one takes it too" in caplog.text
+    assert tokens(pool.generate(REQUESTS, SAMPLING, version=1)) == EXPECTED  # on the other actor alone
+    pool.install(snap(2))
+    while sum(m.serves == 2 for m in pool._fleet.members) < 2:  # the slow one catches up
+        assert tokens(pool.generate(REQUESTS, SAMPLING, version=2)) == EXPECTED
+        time.sleep(0.2)
+    assert pool._fleet.restarts == 0
+    pool.close()
+
+
+def test_an_actor_that_hangs_while_receiving_is_left_behind_and_catches_up(impatient, tmp_path, caplog):
+    pool = make_pool(fault="hang", phase="stage", on_version=2, once=str(tmp_path / "once"), hang_s=30.0)
+    pool.install(snap(1))
+    start = time.monotonic()
+    assert pool.install(snap(2)).version == 2
+    assert tokens(pool.generate(REQUESTS, SAMPLING, version=2)) == EXPECTED
+    assert time.monotonic() - start < 30
+    assert "going on without it until it has caught up" in caplog.text
+    deadline = time.monotonic() + 30
+    while sum(m.serves == 2 for m in pool._fleet.members) < 2:
+        assert tokens(pool.generate(REQUESTS, SAMPLING, version=2)) == EXPECTED
+        assert time.monotonic() < deadline
+    pool.close()
+
+
+def test_an_actor_that_fails_again_and_again_rests_and_the_others_go_on(caplog):
+    pool = make_pool(restarts=9)
+    pool.install(snap(1))
+    flapping = pool._fleet.members[0]
+    for count in range(1, FLAPS + 1):
+        place: Any = ray.get(flapping.actor.where.remote())
+        os.kill(place.pid, signal.SIGKILL)
+        while flapping.failures < count:
+            assert tokens(pool.generate(REQUESTS, SAMPLING, version=1)) == EXPECTED
+    assert "times in a row, going on without it for 10 versions" in caplog.text
+    for version in range(2, 2 + REST):
+        assert len(pool._fleet.members) == 1
+        pool.install(snap(version))
+        assert tokens(pool.generate(REQUESTS, SAMPLING, version=version)) == EXPECTED
+    assert flapping in pool._fleet.members, "it is tried again"
+    pool.close()
+
+
+def test_actors_join_and_leave_between_batches(pool):
+    pool.install(snap(1))
+    pool.resize(3)
+    assert tokens(pool.generate(REQUESTS, SAMPLING, version=1)) == EXPECTED
+    while sum(m.serves == 1 for m in pool._fleet.members) < 3:
+        pool.generate(REQUESTS, SAMPLING, version=1)
+    pool.resize(1)
+    assert tokens(pool.generate(REQUESTS, SAMPLING, version=1)) == EXPECTED
+    pool.resize(2)
+    pool.install(snap(2))
+    assert {r.version for r in pool.generate(REQUESTS, SAMPLING, version=2)} == {2}
+    with pytest.raises(ConfigError, match="9 samplers need 9 CPU"):
+        pool.resize(9)
+    assert tokens(pool.generate(REQUESTS, SAMPLING, version=2)) == EXPECTED
 
 
 def test_a_cluster_that_can_never_hold_the_actors_fails_at_once():

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
 from rlq.bridge import Correction
+from rlq.canary import Probe
 from rlq.publish import Snapshot
 from rlq.schemes import Scheme
 from rlq.types import InstallReport, Request, Rollout, Sampling
@@ -38,11 +39,16 @@ class Edited:
     def __init__(self, sampler: TransformersSampler, edit: Callable[[list[Rollout]], list[Rollout]] = lambda r: r):
         self.sampler, self.scheme, self.edit = sampler, sampler.scheme, edit
         self.digest = ""
+        self.proof: dict[str, float] = {}
         self.installed: list[int] = []
         self.asked: list[Sampling] = []
 
-    def install(self, snap: Snapshot) -> InstallReport:
-        report = self.sampler.install(snap)
+    def ship(self, snap: Snapshot) -> None:
+        self.sampler.ship(snap)
+
+    def install(self, snap: Snapshot, probe: Probe | None = None) -> InstallReport:
+        report = self.sampler.install(snap, probe)
+        self.proof = self.sampler.proof
         self.digest = snap.digest
         self.installed.append(snap.version)
         return report

@@ -48,10 +48,14 @@ class Log:
 
     def __init__(self, sampler):
         self.sampler, self.scheme, self.events, self.fail_at = sampler, sampler.scheme, [], 0
+        self.shipped, self.proof = [], {}
 
-    def install(self, snap):
+    def ship(self, snap):
+        self.shipped.append(snap.version)
+
+    def install(self, snap, probe=None):
         self.events.append(f"install {snap.version}")
-        return self.sampler.install(snap)
+        return self.sampler.install(snap, probe)
 
     def generate(self, requests, sampling, version):
         self.events.append(f"generate {version}")
@@ -141,7 +145,7 @@ def test_a_published_version_does_not_move_with_the_learner(samplers, tmp_path):
     """The learner trains in place while its last version waits to be installed."""
     trainer, _, log = run(samplers, tmp_path)
     held = []
-    log.install = lambda snap: held.append(snap) or log.sampler.install(snap)
+    log.install = lambda snap, probe=None: held.append(snap) or log.sampler.install(snap)
     trainer.model.to(torch.bfloat16)  # a cast to bf16 is no copy
     trainer.vllm_generation.sync_weights()
     before = {name: tensor.clone() for name, tensor in held[0].tensors.items()}

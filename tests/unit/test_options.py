@@ -9,8 +9,9 @@ from rlq.bridge.options import BridgeConfig
 from rlq.errors import ConfigError, RlqError, SamplerError, SnapshotError
 from rlq.schemes import Scheme
 from rlq.types import Request
+from samplers.fleet import check_capacity
 from samplers.options import EngineOptions, SamplerConfig
-from samplers.pool import check_capacity, split_evenly
+from samplers.pool import split_evenly
 from trainers.options import REQUIRED, QuantGRPOConfig
 
 # A value of each refused setting that somebody might well pass.
