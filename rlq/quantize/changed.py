@@ -1,169 +1,150 @@
 """Kernels that re-encode what changed between two versions of a matrix, in place and bit-identical to `kernels.encode`.
 
-Changes are looked for in runs of 16 elements. What has to be encoded again is gathered into one short row, so that the
-loops of `rlq.quantize.kernels` work on it at full width, and scattered back. Where a tile is small, any change encodes
-the tile again. Where it is large (a row, a block), its scale is computed again only if a changed element was, or is
-now, large enough to decide it.
+Changes are looked for in runs of 16 elements. Where a tile is small, any change encodes the tile again. Where it is
+large (a row, a block), only the changed runs are encoded, and its scale is computed again only if a changed element
+was, or is now, large enough to decide it.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 import numpy as np
 
+from .codes import CORRECT, DIVIDE, encode_runs
 from .kernels import (
-    E8M0_BLOCKS,
-    FP32,
+    F32,
+    FP4,
     I32,
+    INT4,
     LARGEST,
-    PIECE,
     WHOLE,
     ZERO_SCALE,
-    e4m3_scales,
-    e8m0_scales,
-    encode_row,
     fp32_scales,
+    given_scale,
+    invert,
     jit,
-    raise_runs,
-    reduce_runs,
-    store_row,
+    part,
+    raise_tops,
+    round_up,
+    tile_scales,
 )
-from .simd import RUN, float_of, prefetch, run_copy, run_differs, run_fill, run_top
+from .simd import RUN, float_of, prefetch, run_differs, runs_top
 
-LINE = 64  # codes in a cache line
+
+@part
+def _changed_tiles(row, before, tile, found):
+    """Put the indices of the tiles of a row that changed into `found` (tiles + 1,); their number.
+
+    There is no branch, which would be mispredicted at every change. The next rows are fetched meanwhile.
+    """
+    count = 0
+    for c in range(row.shape[0] // tile):
+        differs = False
+        for j in range(c * tile, (c + 1) * tile, RUN):
+            prefetch(row, row.shape[0] + j)
+            prefetch(before, row.shape[0] + j)
+            differs |= run_differs(row, before, j)
+        found[count] = c
+        count += np.int64(differs)
+    return count
+
+
+@part
+def _codes_at(codes, start, element):
+    """The codes of a row from element `start` on."""
+    return codes[start // 2 :] if element == FP4 or element == INT4 else codes[start:]
+
+
+@part
+def _fetch_codes(codes, tile, found, element):
+    """Ask for the codes that are about to be overwritten; `found` are indices of tiles."""
+    for c in found:
+        prefetch(_codes_at(codes, c * tile, element), 0)
 
 
 @jit
-def _scatter(fresh, packed, where, count, half, target):
-    """Write the gathered codes of `count` runs to the runs `where` of a row of stored codes."""
-    if half:
-        store_row(fresh, packed[: count * (RUN // 2)])
-        eights, sources = target.view(np.uint64), packed.view(np.uint64)
-        for n in range(count):
-            eights[where[n]] = sources[n]
-    else:
-        for n in range(count):
-            run_copy(target, where[n] * RUN, fresh, n * RUN)
-
-
-@jit
-def update_small_tiles(new, old, tile, rule, element, offset, given, scales, stored_scales, codes, half):
+def update_small_tiles(new, old, tile, rule, element, offset, given, scales, stored_scales, codes):
     """Encode again every tile (of one row) that changed. Arguments as for `kernels.encode`.
 
     Returns:
         Bits of the largest magnitude among the old and the new values of changed tiles.
     """
     rows, columns = new.shape
-    per_tile = tile // RUN
-    gathered = np.empty(columns, new.dtype)
-    which = np.empty(columns // tile + 1, np.int64)
-    where = np.empty(columns // RUN, np.int64)
-    runs = np.empty(columns // RUN, np.int32)
-    tiles = np.empty(columns // tile, np.float32)
-    stored = np.empty(columns // tile, np.uint8)
-    spread = np.empty(columns, np.float32)
-    fresh, packed = np.empty(columns, np.uint8), np.empty(columns // 2, np.uint8)
-    words = np.empty(PIECE, np.int32)
+    tiles = columns // tile
+    whole = F32(given)
+    found, tops = np.empty(tiles + 1, np.int64), np.empty(tiles, np.int32)
+    fresh, stored = np.empty(round_up(tiles), np.float32), np.empty(round_up(tiles), np.uint8)
+    inverses = np.empty(tiles, np.float32)
     top_old, top_new = I32(0), I32(0)
     for i in range(rows):
         row, before = new[i], old[i]
-        for j in range(0, codes.shape[1], LINE):
-            prefetch(codes[i], j)
-        count = 0
-        for c in range(columns // tile):  # without a branch that would be mispredicted at every change
-            dirty = run_differs(row, before, c * tile)
-            for b in range(1, per_tile):
-                dirty |= run_differs(row, before, c * tile + b * RUN)
-            which[count] = c
-            count += np.int64(dirty)
-        if count == 0:
-            continue
+        count = _changed_tiles(row, before, tile, found)
+        _fetch_codes(codes[i], tile, found[:count], element)
         for n in range(count):
-            for b in range(per_tile):
-                run = which[n] * per_tile + b
-                where[n * per_tile + b] = run
-                run_copy(gathered, (n * per_tile + b) * RUN, row, run * RUN)
-                top_old = I32(max(top_old, run_top(before, run * RUN)))
-        some, found = tiles[:count], runs[: count * per_tile]
-        for b in range(count * per_tile):
-            found[b] = run_top(gathered, b * RUN)
-            top_new = I32(max(top_new, found[b]))
-        reduce_runs(found, per_tile, some)
-        if rule == FP32:
-            fp32_scales(some, LARGEST[element])
-        elif rule == E8M0_BLOCKS:
-            e8m0_scales(some, stored[:count], offset)
-        else:
-            e4m3_scales(some, stored[:count], LARGEST[element], given[0], words)
+            start = found[n] * tile
+            tops[n] = runs_top(row, start, start + tile)
+            top_old = max(top_old, runs_top(before, start, start + tile))
+            top_new = max(top_new, tops[n])
+        padded = round_up(count)
+        how = tile_scales(tops[:count], rule, element, offset, whole, fresh[:padded], inverses, stored)
         for n in range(count):
-            for b in range(per_tile):
-                run_fill(spread, (n * per_tile + b) * RUN, some[n])
-            if rule == FP32:
-                scales[i, which[n]] = some[n]
+            start = found[n] * tile
+            changed, target = row[start : start + tile], _codes_at(codes[i], start, element)
+            encode_runs(changed, changed, tile, fresh[n:], inverses[n:], how, target, element)
+            if scales.shape[0]:
+                scales[i, found[n]] = fresh[n]
             else:
-                stored_scales[i, which[n]] = stored[n]
-        part = gathered[: count * tile]
-        encode_row(part, part, spread[: count * tile], fresh, words, element)
-        _scatter(fresh, packed, where, count * per_tile, half, codes[i])
+                stored_scales[i, found[n]] = stored[n]
     return top_old, top_new
 
 
 @jit
-def update_large_tiles(new, old, tile_rows, tile, rule, element, given, scales, codes, half):
+def update_large_tiles(new, old, tile_rows, tile, rule, element, given, scales, codes):
     """Encode again the runs that changed, and whole tiles whose fp32 scale changed. Arguments as for `kernels.encode`.
 
     Returns:
         Bits of the largest magnitude among the old and the new values of changed runs.
     """
     rows, columns = new.shape
-    width = columns // RUN
-    tile_count = (columns + tile - 1) // tile
-    per_tile = max((tile + RUN - 1) // RUN, 1)
-    tile_of = np.arange(width) // per_tile
-    dirty, counts = np.empty((tile_rows, width + 1), np.int64), np.empty(tile_rows, np.int64)
-    old_tops, new_tops = np.empty(tile_count, np.int32), np.empty(tile_count, np.int32)
-    runs, tiles = np.empty(width, np.int32), np.empty(tile_count, np.float32)
-    gathered, spread = np.empty(columns, new.dtype), np.empty(columns, np.float32)
-    fresh, packed = np.empty(columns, np.uint8), np.empty(columns // 2, np.uint8)
-    every, words = np.arange(width), np.empty(PIECE, np.int32)
+    tiles, per_tile = (columns + tile - 1) // tile, tile // RUN
+    found, counts = np.empty((tile_rows, columns // RUN + 1), np.int64), np.empty(tile_rows, np.int64)
+    old_tops, new_tops = np.empty(tiles, np.int32), np.empty(tiles, np.int32)
+    inverses, present = np.empty(tiles, np.float32), np.empty(tiles, np.float32)
+    present[:] = F32(given)
+    how = given_scale(present, inverses, element)
     top_old, top_new = I32(0), I32(0)
     for strip in range((rows + tile_rows - 1) // tile_rows):
         first, last = strip * tile_rows, min((strip + 1) * tile_rows, rows)
         old_tops[:] = 0
         new_tops[:] = 0
         for i in range(first, last):
-            row, before, found = new[i], old[i], dirty[i - first]
-            for j in range(0, codes.shape[1], LINE):
-                prefetch(codes[i], j)
-            count = 0
-            for b in range(width):  # without a branch that would be mispredicted at every change
-                found[count] = b
-                count += np.int64(run_differs(row, before, b * RUN))
-            counts[i - first] = count
-            for b in found[:count]:
-                c = tile_of[b]
-                old_tops[c] = max(old_tops[c], run_top(before, b * RUN))
-                new_tops[c] = max(new_tops[c], run_top(row, b * RUN))
-        for c in range(tile_count):
-            top_old, top_new = I32(max(top_old, old_tops[c])), I32(max(top_new, new_tops[c]))
+            row, before, which = new[i], old[i], found[i - first]
+            counts[i - first] = _changed_tiles(row, before, RUN, which)
+            which = which[: counts[i - first]]
+            _fetch_codes(codes[i], RUN, which, element)
+            for b in which:
+                c = b // per_tile
+                old_tops[c] = max(old_tops[c], runs_top(before, b * RUN, (b + 1) * RUN))
+                new_tops[c] = max(new_tops[c], runs_top(row, b * RUN, (b + 1) * RUN))
         again = False
         if rule != WHOLE:
-            again = _renew_scales(new[first:last], per_tile, element, old_tops, new_tops, runs, tiles, scales[strip])
+            again = _renew_scales(new[first:last], tile, element, old_tops, new_tops, scales[strip])
+            present[:] = scales[strip]
+            how = CORRECT if invert(present, inverses) else DIVIDE
+        for c in range(tiles):
+            top_old, top_new = max(top_old, old_tops[c]), max(top_new, new_tops[c])
         for i in range(first, last):
-            # A new scale is rare; its whole strip is encoded again, the other tiles to what they are.
-            which = every if again else dirty[i - first, : counts[i - first]]
-            count = which.shape[0]
-            if count == 0:
+            row = new[i]
+            if again:  # rare; the other tiles of the strip are encoded to what they are
+                encode_runs(row, row, tile, present, inverses, how, codes[i], element)
                 continue
-            for n in range(count):
-                run_copy(gathered, n * RUN, new[i], which[n] * RUN)
-                run_fill(spread, n * RUN, given[0] if rule == WHOLE else scales[strip, tile_of[which[n]]])
-            part = gathered[: count * RUN]
-            encode_row(part, part, spread[: count * RUN], fresh, words, element)
-            _scatter(fresh, packed, which, count, half, codes[i])
+            for b in found[i - first, : counts[i - first]]:
+                changed, target = row[b * RUN : (b + 1) * RUN], _codes_at(codes[i], b * RUN, element)
+                c = b // per_tile
+                encode_runs(changed, changed, RUN, present[c:], inverses[c:], how, target, element)
     return top_old, top_new
 
 
-@jit
-def _renew_scales(strip, per_tile, element, old_tops, new_tops, runs, tiles, scales):
+@part
+def _renew_scales(strip, tile, element, old_tops, new_tops, scales):
     """Renew the scales of one strip's tiles whose largest magnitude may have changed; True if one is another."""
     largest = LARGEST[element]
     rescan = False
@@ -174,14 +155,13 @@ def _renew_scales(strip, per_tile, element, old_tops, new_tops, runs, tiles, sca
             rescan |= was >= scales[c] or not becomes < scales[c] or scales[c] == ZERO_SCALE
     if not rescan:
         return False
-    runs[:] = 0
+    tops, fresh = np.zeros(scales.shape[0], np.int32), np.empty(scales.shape[0], np.float32)
     for i in range(strip.shape[0]):
-        raise_runs(strip[i], runs)
-    reduce_runs(runs, per_tile, tiles)
-    fp32_scales(tiles, largest)
+        raise_tops(strip[i], tile, tops)
+    fp32_scales(tops, fresh, largest)
     again = False
     for c in range(scales.shape[0]):
-        if tiles[c] != scales[c]:
-            scales[c] = tiles[c]
+        if fresh[c] != scales[c]:
+            scales[c] = fresh[c]
             again = True
     return again

@@ -41,42 +41,27 @@ def can_encode(scheme: TensorScheme, shape: torch.Size) -> bool:
 def encode(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None) -> QuantizedTensor:
     """`reference.encode` for a scale that spans the tensor, if any, of one element."""
     rows = reference.as_rows(x.detach())
-    element, block = scheme.element, scheme.block_format
-    codes = torch.empty(rows.shape[0], -(-rows.shape[1] // element.pack), dtype=element.dtype)
-    scale_dtype = torch.float32 if block is None else ELEMENTS[block.scale].dtype
-    scale = torch.empty(scale_shape(rows.shape, scheme), dtype=scale_dtype)
-    if scheme.granularity == "tensor":
-        assert given is not None
-        scale.copy_(given)
     rule, index, offset, _ = _constants(scheme)
     tile_rows, tile = scheme.tile(*rows.shape)
     tile_rows = 1 if rule == kernels.WHOLE else tile_rows
-    code_bytes = codes.view(torch.uint8).numpy()
-    scales = scale.numpy() if rule == kernels.FP32 else NO_SCALES
-    stored = scale.view(torch.uint8).numpy() if block is not None else NO_BYTES
-    whole = NONE_GIVEN if given is None else given.numpy()
+    # Allocated by numpy: for a small matrix a torch.empty and its view as an array cost as much as the codes.
+    element = scheme.element
+    codes = np.empty((rows.shape[0], -(-rows.shape[1] // element.pack) * element.dtype.itemsize), np.uint8)
+    scale = np.empty(scale_shape(rows.shape, scheme), np.float32 if scheme.block_format is None else np.uint8)
+    scales = scale if rule == kernels.FP32 else NO_SCALES
+    stored = scale if scheme.block_format is not None else NO_BYTES
+    whole = 0.0 if given is None else given.item()
 
     def work(top: int, bottom: int) -> None:
-        strips = slice(top // tile_rows, -(-bottom // tile_rows))
-        kernels.encode(
-            _as_kernel_input(rows[top:bottom]),
-            tile_rows,
-            tile,
-            rule,
-            index,
-            offset,
-            whole,
-            scales[strips],
-            stored[strips],
-            code_bytes[top:bottom],
-            element.pack > 1,
-        )
+        part, strips = _as_kernel_input(rows[top:bottom]), slice(top // tile_rows, -(-bottom // tile_rows))
+        outputs = scales[strips], stored[strips], codes[top:bottom]
+        kernels.encode(part, tile_rows, tile, rule, index, offset, whole, *outputs)
 
     _in_threads(work, rows, tile_rows)
-    shape = (*x.shape[:-1], codes.shape[1])
+    scale_dtype = torch.float32 if scheme.block_format is None else ELEMENTS[scheme.block_format.scale].dtype
     return QuantizedTensor(
-        codes.view(shape),
-        scale.view(scale_shape(x.shape, scheme)),
+        torch.from_numpy(codes).view(element.dtype).view(*x.shape[:-1], codes.shape[1] // element.dtype.itemsize),
+        torch.from_numpy(scale).view(scale_dtype).view(scale_shape(x.shape, scheme)) if rule != kernels.WHOLE else given.clone(),
         scheme,
         x.shape,
         given if rule == kernels.E4M3_BLOCKS else None,
@@ -113,7 +98,7 @@ def fake_quantize_rows(x: torch.Tensor, scheme: TensorScheme, given: torch.Tenso
     rule, index, offset, values = _constants(scheme)
     if given is None and rule == kernels.WHOLE:
         given = reference.tensor_scale(largest_magnitude(x), scheme)
-    whole = NONE_GIVEN if given is None else given.numpy()
+    whole = 0.0 if given is None else given.item()
     tile = scheme.tile(1, x.shape[-1])[1]
     plain = x.dtype == torch.float32 and x.ndim == 2 and x.is_contiguous() and not x.requires_grad
     rows = x if plain else reference.as_rows(x.detach()).to(torch.float32).contiguous()
@@ -122,11 +107,11 @@ def fake_quantize_rows(x: torch.Tensor, scheme: TensorScheme, given: torch.Tenso
 
 
 def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
-    """`reference.largest_magnitude`, except that infinity becomes NaN too."""
+    """`reference.largest_magnitude`."""
     rows = reference.as_rows(x.detach())
-    found = []
-    _in_threads(lambda top, bottom: found.append(kernels.amax(_as_kernel_input(rows[top:bottom]))), rows, 1)
-    return torch.tensor([np.max(found)], dtype=torch.float32)  # np.max keeps NaN
+    tops: list[int] = []
+    _in_threads(lambda top, bottom: tops.append(kernels.amax(_as_kernel_input(rows[top:bottom]))), rows, 1)
+    return torch.tensor([max(tops)], dtype=torch.int32).view(torch.float32)
 
 
 def _as_kernel_input(rows: torch.Tensor) -> np.ndarray:
@@ -187,22 +172,22 @@ def update(q: QuantizedTensor, old: torch.Tensor, new: torch.Tensor) -> tuple[fl
     tile_rows = 1 if rule == kernels.WHOLE else tile_rows
     codes = q.codes.view(after.shape[0], -1).view(torch.uint8).numpy()
     scale = q.scale.view(scale_shape(after.shape, q.scheme))
-    block, half = q.scheme.block_format, q.scheme.element.pack > 1
     scales = scale.numpy() if rule == kernels.FP32 else NO_SCALES
-    stored = scale.view(torch.uint8).numpy() if block is not None else NO_BYTES
+    stored = scale.view(torch.uint8).numpy() if q.scheme.block_format is not None else NO_BYTES
     given = q.scale if rule == kernels.WHOLE else q.global_scale
-    whole = NONE_GIVEN if given is None else given.numpy()
-    tops: list[tuple] = []
+    whole = 0.0 if given is None else given.item()
+    tops: list[tuple[int, int]] = []
 
     def work(top: int, bottom: int) -> None:
         rows = _as_kernel_input(after[top:bottom]), _as_kernel_input(before[top:bottom])
         strips = slice(top // tile_rows, -(-bottom // tile_rows))
         if q.scheme.granularity.startswith("group"):
-            part = rule, index, offset, whole, scales[strips], stored[strips], codes[top:bottom], half
-            tops.append(changed.update_small_tiles(*rows, tile, *part))
+            outputs = scales[strips], stored[strips], codes[top:bottom]
+            tops.append(changed.update_small_tiles(*rows, tile, rule, index, offset, whole, *outputs))
         else:
-            part = rule, index, whole, scales[strips], codes[top:bottom], half
-            tops.append(changed.update_large_tiles(*rows, tile_rows, tile, *part))
+            outputs = scales[strips], codes[top:bottom]
+            tops.append(changed.update_large_tiles(*rows, tile_rows, tile, rule, index, whole, *outputs))
 
     _in_threads(work, after, tile_rows)
-    return tuple(float(np.array(max(side), np.int32).view(np.float32)) for side in zip(*tops, strict=True))  # type: ignore
+    top_old, top_new = (np.array([max(side)], np.int32).view(np.float32).item() for side in zip(*tops, strict=True))
+    return top_old, top_new
