@@ -95,6 +95,42 @@ def _encode_run(builder, run: Lanes, scale: Lanes, inverse: Lanes, element: Form
     return (pairs | pairs >> 12).low_bytes()
 
 
+class _Encoder:
+    """Emits the loops of an intrinsic, once per element format and way to divide."""
+
+    def __init__(self, context, builder, types_, values):
+        """Types and values of the row, the scales, their reciprocals, the way to divide, the codes and the element."""
+        self.context, self.builder = context, builder
+        self.row, self.scales, self.inverses, self.how, self.codes, self.element = zip(types_, values, strict=True)
+
+    def cases(self):
+        """Yields a format and a way to divide for each branch; what is emitted meanwhile goes there."""
+        builder, (_, how), (_, element) = self.builder, self.how, self.element
+        done = builder.append_basic_block("encoded")
+        case = builder.add(builder.mul(how, how.type(len(ELEMENT_ORDER))), element)
+        switch = builder.switch(case, done)
+        for number, (way, name) in enumerate(itertools.product((DIVIDE, CORRECT, MULTIPLY), ELEMENT_ORDER)):
+            block = builder.append_basic_block(name)
+            switch.add_case(case.type(number), block)
+            builder.position_at_end(block)
+            yield ELEMENTS[name], way
+            builder.branch(done)
+        builder.position_at_end(done)
+
+    def scale(self, tile) -> tuple[Lanes, Lanes]:
+        """The scale of a tile and its reciprocal."""
+        places = (pointer_to(self.context, self.builder, *array, tile) for array in (self.scales, self.inverses))
+        scale, inverse = (splat(self.builder, self.builder.load(place), HALF) for place in places)
+        return scale, inverse
+
+    def run(self, start, scale: tuple[Lanes, Lanes], element: Format, how: int):
+        """Encodes and stores the run that begins at element `start`."""
+        builder = self.builder
+        found = _encode_run(builder, load_run(self.context, builder, *self.row, start), *scale, element, how).value
+        place = builder.udiv(start, start.type(8 // element.bits))
+        builder.store(found, pointer_to(self.context, builder, *self.codes, place, found.type), align=1)
+
+
 @intrinsic
 def encode_runs(typingctx, row, following, tile, scales, inverses, how, codes, element):
     """codes = nearest codes of row / scales; whole runs only.
@@ -111,33 +147,37 @@ def encode_runs(typingctx, row, following, tile, scales, inverses, how, codes, e
     """
 
     def generate(context, builder, signature, args):
-        row, following, tile, scales, inverses, how, codes, element = args
-        row_type, scales_type, codes_type = signature.args[0], signature.args[3], signature.args[6]
-        length = cgutils.unpack_tuple(builder, context.make_array(row_type)(context, builder, row).shape)[0]
+        row, following, tile, *rest = args
+        encoder = _Encoder(context, builder, (signature.args[0], *signature.args[3:]), (row, *rest))
+        length = cgutils.unpack_tuple(builder, context.make_array(signature.args[0])(context, builder, row).shape)[0]
         length = builder.and_(length, length.type(-RUN))
-        done = builder.append_basic_block("encoded")
-        case = builder.add(builder.mul(how, how.type(len(ELEMENT_ORDER))), element)
-        switch = builder.switch(case, done)
-        for number, (how, name) in enumerate(itertools.product((DIVIDE, CORRECT, MULTIPLY), ELEMENT_ORDER)):
-            block = builder.append_basic_block(name)
-            switch.add_case(case.type(number), block)
-            builder.position_at_end(block)
+        for case in encoder.cases():
             with cgutils.for_range_slice(builder, length.type(0), length, tile) as (start, c):
-                scale, inverse = (
-                    splat(builder, builder.load(pointer_to(context, builder, scales_type, a, c)), HALF)
-                    for a in (scales, inverses)
-                )
-                stop = builder.add(start, tile)
+                scale, stop = encoder.scale(c), builder.add(start, tile)
                 stop = builder.select(builder.icmp_signed("<", stop, length), stop, length)
                 with cgutils.for_range_slice(builder, start, stop, start.type(RUN)) as (j, _):
-                    fetch(context, builder, row_type, following, j)
-                    run = load_run(context, builder, row_type, row, j)
-                    found = _encode_run(builder, run, scale, inverse, ELEMENTS[name], how).value
-                    place = builder.udiv(j, j.type(8 // ELEMENTS[name].bits))
-                    builder.store(found, pointer_to(context, builder, codes_type, codes, place, found.type), align=1)
-            builder.branch(done)
-        builder.position_at_end(done)
+                    fetch(context, builder, signature.args[1], following, j)
+                    encoder.run(j, scale, *case)
         return context.get_dummy_value()
 
     whole = types.intp
     return types.void(row, row, whole, scales, scales, whole, codes, whole), generate
+
+
+@intrinsic
+def encode_listed(typingctx, row, starts, tiles, count, scales, inverses, how, codes, element):
+    """`encode_runs` for the first `count` of the runs that begin at `starts`, with the scales of `tiles`; both intp."""
+
+    def generate(context, builder, signature, args):
+        row, starts, tiles, count, *rest = args
+        encoder = _Encoder(context, builder, (signature.args[0], *signature.args[4:]), (row, *rest))
+        for case in encoder.cases():
+            with cgutils.for_range(builder, count) as loop:
+                start, tile = (
+                    builder.load(pointer_to(context, builder, signature.args[n], args[n], loop.index)) for n in (1, 2)
+                )
+                encoder.run(start, encoder.scale(tile), *case)
+        return context.get_dummy_value()
+
+    whole = types.intp
+    return types.void(row, starts, starts, whole, scales, scales, whole, codes, whole), generate

@@ -20,12 +20,14 @@ from .simd import ABS, RUN, bits_of, float_of, runs_top, wide
 F32, I32 = np.float32, np.int32
 NAN = F32(np.nan)
 ZERO_SCALE = F32(ZERO_TILE_SCALE)
-ZERO_BLOCK = F32(ZERO_BLOCK_SCALE)
 SMALLEST = F32(TINY)
-E4M3 = ELEMENTS["fp8"].values.numpy()
-E8M0 = ELEMENTS["e8m0"].values.numpy()
 ONE = np.ones(1, np.float32)
 E4M3_NAN, E8M0_NAN = 0x7F, 0xFF
+ZERO_BLOCK_CODE = int(np.flatnonzero(ELEMENTS["fp8"].values.numpy() == ZERO_BLOCK_SCALE)[0])
+SMALLEST_E4M3 = F32(ELEMENTS["fp8"].min_positive)
+E4M3_BIAS = I32(127 - ELEMENTS["fp8"].bias << 23)
+SMALLEST_E8M0 = I32(1 << 22)  # 2^-127, a subnormal float32
+ROUND_1_75 = I32(1 << 21)  # carries into the exponent from a mantissa of 1.75 on
 FP8, FP8_E5M2, FP4, INT8, INT4 = range(5)
 LARGEST = np.array([ELEMENTS[name].max_finite for name in ELEMENT_ORDER], np.float32)
 FP32, E8M0_BLOCKS, E4M3_BLOCKS, WHOLE = range(4)
@@ -66,10 +68,11 @@ def fp32_scales(tops, scales, largest):
 @part
 def _e8m0_scales(tops, scales, stored, offset):
     for c in range(tops.shape[0]):
-        exponent = max(((tops[c] + (1 << 21)) >> 23) - offset, 0)
-        code = np.uint8(exponent if tops[c] < EXPONENT else E8M0_NAN)
-        stored[c] = code
-        scales[c] = E8M0[code]
+        finite = tops[c] < EXPONENT
+        exponent = I32(max(I32(I32(tops[c] + ROUND_1_75) >> I32(23)) - I32(offset), I32(0)))
+        stored[c] = np.uint8(exponent if finite else E8M0_NAN)
+        scale = float_of(max(I32(exponent << I32(23)), SMALLEST_E8M0))
+        scales[c] = scale if finite else NAN
 
 
 @part
@@ -78,13 +81,12 @@ def _e4m3_scales(tops, scales, stored, largest, given):
         scales[c] = float_of(tops[c]) / largest * given
     encode_runs(scales, scales, scales.shape[0], ONE, ONE, MULTIPLY, stored, FP8)
     for c in range(tops.shape[0]):
-        if tops[c] >= EXPONENT:
-            stored[c] = E4M3_NAN
-        scale = E4M3[stored[c]]
-        if scale == F32(0):
-            scale = ZERO_BLOCK
-            stored[c] = 0x20
-        scales[c] = scale / given
+        finite = tops[c] < EXPONENT
+        code = I32(stored[c] if stored[c] else ZERO_BLOCK_CODE)
+        stored[c] = np.uint8(code if finite else E4M3_NAN)
+        normal = float_of(I32(I32(code << I32(20)) + E4M3_BIAS))
+        scale = normal if code >= I32(8) else F32(code) * SMALLEST_E4M3
+        scales[c] = (scale if finite else NAN) / given
 
 
 @part

@@ -192,23 +192,53 @@ def wide(typingctx, value):
     return types.float32(types.uint16), generate
 
 
+class _Top:
+    """Emits code that finds the largest magnitude among runs."""
+
+    def __init__(self, context, builder, row_type, row):
+        self.context, self.builder, self.row = context, builder, (row_type, row)
+        self.width = row_type.dtype.bitwidth
+        zeros = ir.Constant(ir.VectorType(ir.IntType(self.width), RUN), [0] * RUN)
+        self.so_far = cgutils.alloca_once_value(builder, zeros)
+
+    def raise_by(self, start):
+        """Take the run in that begins at `start`."""
+        magnitudes = load_run(self.context, self.builder, *self.row, start) & (ABS >> (32 - self.width))
+        self.builder.store(magnitudes.smax(self._lanes()).value, self.so_far)
+
+    def bits(self):
+        """The largest of all, as bits of float32."""
+        word = ir.IntType(32)
+        return self.builder.shl(self.builder.zext(self._lanes().top(), word), word(32 - self.width))
+
+    def _lanes(self) -> Lanes:
+        return Lanes(self.builder, self.builder.load(self.so_far))
+
+
 @intrinsic
 def runs_top(typingctx, row, start, stop):
     """Bits of the largest |row[start:stop]| as float32, for a whole number of runs."""
 
     def generate(context, builder, signature, args):
-        row_type = signature.args[0]
-        width = row_type.dtype.bitwidth
-        lanes = ir.VectorType(ir.IntType(width), RUN)
-        so_far = cgutils.alloca_once_value(builder, ir.Constant(lanes, [0] * RUN))
-        step = ir.Constant(args[1].type, RUN)
-        with cgutils.for_range_slice(builder, args[1], args[2], step) as (index, _):
-            magnitudes = load_run(context, builder, row_type, args[0], index) & (ABS >> (32 - width))
-            builder.store(magnitudes.smax(Lanes(builder, builder.load(so_far))).value, so_far)
-        top = Lanes(builder, builder.load(so_far)).top()
-        return top if width == 32 else builder.shl(builder.zext(top, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+        top = _Top(context, builder, signature.args[0], args[0])
+        with cgutils.for_range_slice(builder, args[1], args[2], args[1].type(RUN)) as (start, _):
+            top.raise_by(start)
+        return top.bits()
 
     return types.int32(row, types.intp, types.intp), generate
+
+
+@intrinsic
+def listed_top(typingctx, row, starts, first, last):
+    """`runs_top` of the runs that begin at starts[first:last], intp."""
+
+    def generate(context, builder, signature, args):
+        top = _Top(context, builder, signature.args[0], args[0])
+        with cgutils.for_range_slice(builder, args[2], args[3], args[2].type(1)) as (n, _):
+            top.raise_by(builder.load(pointer_to(context, builder, signature.args[1], args[1], n)))
+        return top.bits()
+
+    return types.int32(row, starts, types.intp, types.intp), generate
 
 
 @intrinsic
