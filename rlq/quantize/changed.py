@@ -7,8 +7,8 @@ whole tensor that finds the largest magnitude. Elsewhere encoding everything is 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 import numpy as np
 
-from .codes import encode_listed
-from .kernels import E4M3_BLOCKS, F32, FP4, I32, INT4, given_scale, jit, part, round_up, tile_scales
+from .codes import FP4, INT4, encode_listed
+from .kernels import E4M3_BLOCKS, F32, I32, given_scale, jit, part, round_up, tile_scales
 from .simd import RUN, listed_top, prefetch, run_differs, runs_top
 
 
@@ -33,7 +33,7 @@ def _changed(row, before, tile, starts):
 @part
 def _fetch_codes(codes, starts, count, element):
     """Ask for the codes that are about to be overwritten."""
-    per_byte = 2 if element == FP4 or element == INT4 else 1
+    per_byte = 2 if element in (FP4, INT4) else 1
     for n in range(count):
         prefetch(codes, starts[n] // per_byte)
 

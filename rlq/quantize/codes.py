@@ -6,7 +6,6 @@ a mask, and two codes that are put back side by side in 32 bits are in the order
 
 import itertools
 
-import llvmlite.ir as ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -15,13 +14,14 @@ from ..formats import ELEMENTS, Format
 from .simd import ABS, RUN, Lanes, fetch, load_run, pointer_to, splat
 
 ELEMENT_ORDER = ("fp8", "fp8_e5m2", "fp4", "int8", "int4")
+FP8, FP8_E5M2, FP4, INT8, INT4 = range(5)
 HALF = RUN // 2
 EXPONENT = 0x7F800000
 ONE = 127 << 23
 INT_MAGIC = 1.5 * 2**23
 # How a quotient is computed, all with the same result. DIVIDE takes any scale. CORRECT multiplies by the reciprocal and
-# corrects the error, for scales from SAFE_LOWEST to SAFE_HIGHEST (as bits): beyond, something may underflow. MULTIPLY is
-# for powers of two among those. An integer's quotient must not exceed its largest code by more than rounding errors,
+# corrects the error, for scales from SAFE_LOWEST to SAFE_HIGHEST (as bits): beyond, something may underflow. MULTIPLY
+# is for powers of two among those. An integer's quotient must not exceed its largest code by more than rounding errors,
 # except with DIVIDE.
 DIVIDE, CORRECT, MULTIPLY = range(3)
 SAFE_LOWEST, SAFE_HIGHEST = (127 - 60) << 23, (127 + 60) << 23
@@ -65,7 +65,7 @@ def _float_codes(quotients: list[Lanes], signs: Lanes, element: Format) -> Lanes
         codes.append(steps + (exponent >> shift))
     pairs = codes[0] & 0xFFFF | codes[1] << 16
     # What overflowed, to infinity or NaN, has steps of 0 and the largest exponent.
-    largest = int(element.values[: 1 << element.bits - 1].nan_to_num(-1, posinf=-1).argmax())
+    largest = element.values.tolist().index(element.max_finite)
     found = (pairs.shorts() - (lowest >> shift)).umin(largest)
     sign = 1 << element.bits - 1
     return found | signs.shorts() >> (16 - element.bits) & sign
@@ -169,10 +169,9 @@ def encode_listed(typingctx, row, starts, tiles, count, scales, inverses, how, c
     """`encode_runs` for the first `count` of the runs that begin at `starts`, with the scales of `tiles`; both intp."""
 
     def generate(context, builder, signature, args):
-        row, starts, tiles, count, *rest = args
-        encoder = _Encoder(context, builder, (signature.args[0], *signature.args[4:]), (row, *rest))
+        encoder = _Encoder(context, builder, (signature.args[0], *signature.args[4:]), (args[0], *args[4:]))
         for case in encoder.cases():
-            with cgutils.for_range(builder, count) as loop:
+            with cgutils.for_range(builder, args[3]) as loop:
                 start, tile = (
                     builder.load(pointer_to(context, builder, signature.args[n], args[n], loop.index)) for n in (1, 2)
                 )

@@ -241,7 +241,8 @@ def update(q: QuantizedTensor, old: torch.Tensor, new: torch.Tensor) -> tuple[fl
     def work(top: int, bottom: int) -> None:
         versions = part_after(top, bottom), part_before(top, bottom)
         stored = plan.strips(scale, top, bottom)[1]
-        tops.append(changed.update(*versions, *plan.constants, whole, stored, codes[top:bottom]))
+        top_old, top_new = changed.update(*versions, *plan.constants, whole, stored, codes[top:bottom])
+        tops.append((int(top_old), int(top_new)))
 
     _in_threads(work, after, 1)
     top_old, top_new = (np.array([max(side)], np.int32).view(np.float32).item() for side in zip(*tops, strict=True))

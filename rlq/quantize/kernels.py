@@ -13,7 +13,20 @@ from numba import njit
 
 from ..formats import ELEMENTS
 from .cache import cached_by_content
-from .codes import CORRECT, DIVIDE, ELEMENT_ORDER, EXPONENT, MULTIPLY, SAFE_HIGHEST, SAFE_LOWEST, encode_runs
+from .codes import (
+    CORRECT,
+    DIVIDE,
+    ELEMENT_ORDER,
+    EXPONENT,
+    FP4,
+    FP8,
+    INT4,
+    INT8,
+    MULTIPLY,
+    SAFE_HIGHEST,
+    SAFE_LOWEST,
+    encode_runs,
+)
 from .reference import TINY, ZERO_BLOCK_SCALE, ZERO_TILE_SCALE
 from .simd import ABS, RUN, bits_of, float_of, runs_top, wide
 
@@ -28,7 +41,6 @@ SMALLEST_E4M3 = F32(ELEMENTS["fp8"].min_positive)
 E4M3_BIAS = I32(127 - ELEMENTS["fp8"].bias << 23)
 SMALLEST_E8M0 = I32(1 << 22)  # 2^-127, a subnormal float32
 ROUND_1_75 = I32(1 << 21)  # carries into the exponent from a mantissa of 1.75 on
-FP8, FP8_E5M2, FP4, INT8, INT4 = range(5)
 LARGEST = np.array([ELEMENTS[name].max_finite for name in ELEMENT_ORDER], np.float32)
 FP32, E8M0_BLOCKS, E4M3_BLOCKS, WHOLE = range(4)
 
@@ -59,7 +71,7 @@ def raise_tops(row, tile, tops):
 
 
 @part
-def fp32_scales(tops, scales, largest):
+def _fp32_scales(tops, scales, largest):
     for c in range(tops.shape[0]):
         scale = (float_of(tops[c]) if tops[c] < EXPONENT else NAN) / largest
         scales[c] = ZERO_SCALE if scale == F32(0) else scale
@@ -105,7 +117,7 @@ def tile_scales(tops, rule, element, offset, given, scales, inverses, stored):
         How to divide by the scales; see `codes.DIVIDE`.
     """
     if rule == FP32:
-        fp32_scales(tops, scales, LARGEST[element])
+        _fp32_scales(tops, scales, LARGEST[element])
     elif rule == E8M0_BLOCKS:
         _e8m0_scales(tops, scales, stored, offset)
     else:
@@ -152,7 +164,7 @@ def encode_row(row, following, tile, scales, inverses, how, codes, element, tail
         for j in range(whole, columns):
             tail[j - whole] = row[j]
         encode_runs(tail, tail, RUN, scales[last:], inverses[last:], how, tail_codes, element)
-        per_byte = 2 if element == FP4 or element == INT4 else 1
+        per_byte = 2 if element in (FP4, INT4) else 1
         used = columns - whole
         if used % per_byte:
             tail_codes[used // 2] &= 0x0F

@@ -1,5 +1,7 @@
 """What the vector kernels rest on: division without a division, and its limits."""
 
+# numba gives intrinsics their arguments.
+# pyright: reportCallIssue=false
 import llvmlite.ir as ir
 import numba
 import numpy as np
