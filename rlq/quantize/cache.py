@@ -15,7 +15,7 @@ from pathlib import Path
 from numba import config
 from numba.core.caching import UserProvidedCacheLocator
 
-SOURCES = ("kernels.py", "simd.py", "changed.py", "reference.py", "../formats.py")
+SOURCES = ("kernels.py", "codes.py", "simd.py", "changed.py", "reference.py", "../formats.py")
 
 
 class ContentLocator(UserProvidedCacheLocator):

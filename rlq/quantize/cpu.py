@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,76 +12,126 @@ import torch
 from ..formats import ELEMENTS
 from ..schemes import TensorScheme
 from . import kernels, reference
+from .codes import ELEMENT_ORDER
+from .simd import RUN
 from .tensor import QuantizedTensor, scale_shape
 
-NONE_GIVEN = np.empty(0, np.float32)
 NO_SCALES = np.empty((0, 0), np.float32)
 NO_BYTES = np.empty((0, 0), np.uint8)
 PER_THREAD = 1 << 19  # elements below which a second thread costs more than it saves
 
 
-@functools.cache
-def _constants(scheme: TensorScheme) -> tuple[int, int, int, np.ndarray]:
-    """Rule, element, exponent offset and table of values, as the kernels take them."""
+@dataclass(frozen=True)
+class _Plan:
+    """What the kernels have to know about a scheme and a (rows, columns) shape; looked up once per call."""
+
+    rule: int
+    """How the scale follows from the largest magnitude, as for `kernels.encode`."""
+    element: int
+    """Place in `codes.ELEMENT_ORDER`."""
+    offset: int
+    """Exponent of the element's largest power of two."""
+    tile_rows: int
+    """Rows that share a scale; 1 where one spans the tensor, because each row can then be worked on alone."""
+    tile: int
+    """Columns that share a scale."""
+    code_bytes: int
+    """Bytes of the codes of one row."""
+    scale_shape: tuple[int, ...]
+    """Shape of the stored scales of the matrix."""
+    scale_dtype: torch.dtype
+    """Type of the stored scales."""
+    in_bytes: bool
+    """False if they are fp32."""
+
+    @property
+    def constants(self) -> tuple[int, int, int, int]:
+        """Arguments that the kernels share."""
+        return self.tile, self.rule, self.element, self.offset
+
+    def strips(self, scale: np.ndarray, top: int, bottom: int) -> tuple[np.ndarray, np.ndarray]:
+        """The scales of rows `top` to `bottom`, as fp32 and as bytes; empty where they are not of that type."""
+        if self.rule == kernels.WHOLE:
+            return NO_SCALES, NO_BYTES
+        strip = scale[top // self.tile_rows : -(-bottom // self.tile_rows)]
+        return (NO_SCALES, strip) if self.in_bytes else (strip, NO_BYTES)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(scheme: TensorScheme, rows: int, columns: int) -> _Plan:
     block, element = scheme.block_format, scheme.element
     if block is None:
         rule = kernels.WHOLE if scheme.granularity == "tensor" else kernels.FP32
     else:
         rule = kernels.E4M3_BLOCKS if block.tensor_scale else kernels.E8M0_BLOCKS
-    offset = int(math.log2(element.max_finite))
-    return rule, kernels.ELEMENT_ORDER.index(element.name), offset, element.values.numpy()
+    tile_rows, tile = scheme.tile(rows, columns)
+    return _Plan(
+        rule=rule,
+        element=ELEMENT_ORDER.index(element.name),
+        offset=int(math.log2(element.max_finite)),
+        tile_rows=1 if rule == kernels.WHOLE else tile_rows,
+        tile=tile,
+        code_bytes=-(-columns // element.pack) * element.dtype.itemsize,
+        scale_shape=scale_shape(torch.Size((rows, columns)), scheme),
+        scale_dtype=torch.float32 if block is None else ELEMENTS[block.scale].dtype,
+        in_bytes=block is not None,
+    )
 
 
+@functools.lru_cache(maxsize=4096)
 def can_encode(scheme: TensorScheme, shape: torch.Size) -> bool:
     """False where the kernels do not go: nothing to do, or tiles that are not made of whole runs."""
     columns = shape[-1]
     tile = scheme.tile(1, columns)[1]
-    return math.prod(shape) > 0 and (tile >= columns or tile % kernels.RUN == 0)
+    return math.prod(shape) > 0 and (tile >= columns or tile % RUN == 0)
 
 
 def encode(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None) -> QuantizedTensor:
     """`reference.encode` for a scale that spans the tensor, if any, of one element."""
     rows = reference.as_rows(x.detach())
-    element, block = scheme.element, scheme.block_format
-    codes = torch.empty(rows.shape[0], -(-rows.shape[1] // element.pack), dtype=element.dtype)
-    scale_dtype = torch.float32 if block is None else ELEMENTS[block.scale].dtype
-    scale = torch.empty(scale_shape(rows.shape, scheme), dtype=scale_dtype)
-    if scheme.granularity == "tensor":
-        assert given is not None
-        scale.copy_(given)
-    rule, index, offset, _ = _constants(scheme)
-    tile_rows, tile = scheme.tile(*rows.shape)
-    tile_rows = 1 if rule == kernels.WHOLE else tile_rows
-    code_bytes = codes.view(torch.uint8).numpy()
-    scales = scale.numpy() if rule == kernels.FP32 else NO_SCALES
-    stored = scale.view(torch.uint8).numpy() if block is not None else NO_BYTES
-    whole = NONE_GIVEN if given is None else given.numpy()
+    plan = _plan(scheme, *rows.shape)
+    # Allocated by numpy: for a small matrix, torch.empty and a view of it as an array take as long as the kernel.
+    codes = np.empty((rows.shape[0], plan.code_bytes), np.uint8)
+    scale = np.empty(plan.scale_shape, np.uint8 if plan.in_bytes else np.float32)
+    _encode_rows(rows, plan, given, codes, scale)
+    code_tensor, scale_tensor = torch.from_numpy(codes).view(scheme.element.dtype), torch.from_numpy(scale)
+    if plan.in_bytes:
+        scale_tensor = scale_tensor.view(plan.scale_dtype)
+    if x.ndim != 2:
+        code_tensor = code_tensor.view(*x.shape[:-1], code_tensor.shape[1])
+        scale_tensor = scale_tensor.view(scale_shape(x.shape, scheme))
+    return QuantizedTensor(
+        code_tensor, scale_tensor, scheme, x.shape, given if plan.rule == kernels.E4M3_BLOCKS else None
+    )
+
+
+def encode_into(q: QuantizedTensor, x: torch.Tensor) -> None:
+    """Overwrite `q` with `encode(x)`, for a scheme without a scale that spans the tensor."""
+    rows = reference.as_rows(x.detach())
+    plan = _plan(q.scheme, *rows.shape)
+    _encode_rows(rows, plan, None, *_arrays(q, plan))
+
+
+def _encode_rows(
+    rows: torch.Tensor, plan: _Plan, given: torch.Tensor | None, codes: np.ndarray, scale: np.ndarray
+) -> None:
+    whole = 0.0 if given is None else given.item()
+    part = _parts(rows)
 
     def work(top: int, bottom: int) -> None:
-        strips = slice(top // tile_rows, -(-bottom // tile_rows))
-        kernels.encode(
-            _as_kernel_input(rows[top:bottom]),
-            tile_rows,
-            tile,
-            rule,
-            index,
-            offset,
-            whole,
-            scales[strips],
-            stored[strips],
-            code_bytes[top:bottom],
-            element.pack > 1,
-        )
+        outputs = *plan.strips(scale, top, bottom), codes[top:bottom]
+        kernels.encode(part(top, bottom), plan.tile_rows, *plan.constants, whole, *outputs)
 
-    _in_threads(work, rows, tile_rows)
-    shape = (*x.shape[:-1], codes.shape[1])
-    return QuantizedTensor(
-        codes.view(shape),
-        scale.view(scale_shape(x.shape, scheme)),
-        scheme,
-        x.shape,
-        given if rule == kernels.E4M3_BLOCKS else None,
-    )
+    _in_threads(work, rows, plan.tile_rows)
+    if plan.rule == kernels.WHOLE:
+        scale[:] = whole
+
+
+def _arrays(q: QuantizedTensor, plan: _Plan) -> tuple[np.ndarray, np.ndarray]:
+    """Codes (rows, bytes) and stored scales of `q`, as the kernels write them."""
+    scale = q.scale.view(plan.scale_shape)
+    codes = q.codes.view(-1, q.codes.shape[-1]).view(torch.uint8)
+    return codes.numpy(), (scale.view(torch.uint8) if plan.in_bytes else scale).numpy()
 
 
 def decode(q: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -92,7 +143,7 @@ def decode(q: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
         reference.effective_scale(stored, q.scheme, q.global_scale).reshape(-1, stored.shape[-1]).contiguous().numpy()
     )
     codes = q.codes.reshape(rows_shape[0], -1).contiguous().view(torch.uint8).numpy()
-    values = _constants(q.scheme)[3]
+    values = q.scheme.element.values.numpy()
     out = torch.empty(rows_shape, dtype=dtype)
 
     def work(top: int, bottom: int) -> None:
@@ -110,38 +161,44 @@ def decode(q: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
 
 def fake_quantize_rows(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None) -> torch.Tensor:
     """`reference.encode_activations` for tiles within a row."""
-    rule, index, offset, values = _constants(scheme)
-    if given is None and rule == kernels.WHOLE:
+    plan, values = _plan(scheme, 1, x.shape[-1]), scheme.element.values.numpy()
+    if given is None and plan.rule == kernels.WHOLE:
         given = reference.tensor_scale(largest_magnitude(x), scheme)
-    whole = NONE_GIVEN if given is None else given.numpy()
-    tile = scheme.tile(1, x.shape[-1])[1]
+    whole = 0.0 if given is None else given.item()
     plain = x.dtype == torch.float32 and x.ndim == 2 and x.is_contiguous() and not x.requires_grad
     rows = x if plain else reference.as_rows(x.detach()).to(torch.float32).contiguous()
-    out = torch.from_numpy(kernels.fake_quantize_rows(rows.numpy(), tile, rule, index, offset, whole, values))
+    out = torch.from_numpy(kernels.fake_quantize_rows(rows.numpy(), *plan.constants, whole, values))
     return out if plain else out.view(x.shape).to(x.dtype)
 
 
 def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
-    """`reference.largest_magnitude`, except that infinity becomes NaN too."""
+    """`reference.largest_magnitude`."""
     rows = reference.as_rows(x.detach())
-    found = []
-    _in_threads(lambda top, bottom: found.append(kernels.amax(_as_kernel_input(rows[top:bottom]))), rows, 1)
-    return torch.tensor([np.max(found)], dtype=torch.float32)  # np.max keeps NaN
+    part = _parts(rows)
+    tops: list[int] = []
+    _in_threads(lambda top, bottom: tops.append(kernels.amax(part(top, bottom))), rows, 1)
+    return torch.tensor([max(tops)], dtype=torch.int32).view(torch.float32)
 
 
-def _as_kernel_input(rows: torch.Tensor) -> np.ndarray:
-    """float32, or bfloat16 as its bits; a copy for other types and layouts."""
-    if rows.dtype == torch.bfloat16:
-        return rows.contiguous().view(torch.uint16).numpy()
-    return rows.to(torch.float32).contiguous().numpy()
+def _is_direct(rows: torch.Tensor) -> bool:
+    """True if the kernels can read a matrix where it is."""
+    return rows.dtype in (torch.float32, torch.bfloat16) and rows.is_contiguous()
+
+
+def _parts(rows: torch.Tensor) -> Callable[[int, int], np.ndarray]:
+    """part(top, bottom): those rows as the kernels take them, float32 or bfloat16 as its bits; copies if need be."""
+    if not _is_direct(rows):
+        return lambda top, bottom: rows[top:bottom].to(torch.float32).contiguous().numpy()
+    matrix = (rows.view(torch.uint16) if rows.dtype == torch.bfloat16 else rows).numpy()
+    return lambda top, bottom: matrix[top:bottom]
 
 
 def _in_threads(work: Callable[[int, int], None], rows: torch.Tensor, multiple: int) -> None:
     """Call work(top, bottom) for ranges of whole tiles that cover the rows, on at most torch's number of threads.
 
-    A matrix that `_as_kernel_input` has to copy is cut into pieces of CHUNK elements, so that the copies stay small.
+    A matrix that `_parts` has to copy is cut into pieces of CHUNK elements, so that the copies stay small.
     """
-    direct = rows.dtype in (torch.float32, torch.bfloat16) and rows.is_contiguous()
+    direct = _is_direct(rows)
     threads = max(1, min(torch.get_num_threads(), rows.numel() // PER_THREAD))
     if direct and threads == 1:
         work(0, rows.shape[0])
@@ -159,18 +216,10 @@ def _in_threads(work: Callable[[int, int], None], rows: torch.Tensor, multiple: 
 
 
 def can_update(scheme: TensorScheme, old: torch.Tensor, new: torch.Tensor) -> bool:
-    """False where the kernels for changes do not go: other layouts, and columns that are no whole runs or tiles."""
-    plain = all(x.dtype in (torch.float32, torch.bfloat16) and x.is_contiguous() for x in (old, new))
-    columns = new.shape[-1]
-    tile = scheme.tile(1, columns)[1]
-    small = scheme.granularity.startswith("group")
-    return (
-        plain
-        and new.numel() > 0
-        and columns % kernels.RUN == 0
-        and (not small or columns % tile == 0)
-        and tile % kernels.RUN == 0
-    )
+    """True if `update` takes these: a scale that spans the tensor, plain layouts, columns of whole runs and tiles."""
+    whole = RUN if scheme.granularity == "tensor" else scheme.tile(1, new.shape[-1])[1]
+    fits = new.numel() > 0 and new.shape[-1] % whole == 0
+    return reference.spans_tensor(scheme) and fits and _is_direct(old) and _is_direct(new)
 
 
 def update(q: QuantizedTensor, old: torch.Tensor, new: torch.Tensor) -> tuple[float, float]:
@@ -182,27 +231,19 @@ def update(q: QuantizedTensor, old: torch.Tensor, new: torch.Tensor) -> tuple[fl
     from . import changed
 
     before, after = (reference.as_rows(x.detach()) for x in (old, new))
-    rule, index, offset, _ = _constants(q.scheme)
-    tile_rows, tile = q.scheme.tile(*after.shape)
-    tile_rows = 1 if rule == kernels.WHOLE else tile_rows
-    codes = q.codes.view(after.shape[0], -1).view(torch.uint8).numpy()
-    scale = q.scale.view(scale_shape(after.shape, q.scheme))
-    block, half = q.scheme.block_format, q.scheme.element.pack > 1
-    scales = scale.numpy() if rule == kernels.FP32 else NO_SCALES
-    stored = scale.view(torch.uint8).numpy() if block is not None else NO_BYTES
-    given = q.scale if rule == kernels.WHOLE else q.global_scale
-    whole = NONE_GIVEN if given is None else given.numpy()
-    tops: list[tuple] = []
+    plan = _plan(q.scheme, *after.shape)
+    part_before, part_after = _parts(before), _parts(after)
+    codes, scale = _arrays(q, plan)
+    given = q.scale if q.global_scale is None else q.global_scale
+    whole = given.item()
+    tops: list[tuple[int, int]] = []
 
     def work(top: int, bottom: int) -> None:
-        rows = _as_kernel_input(after[top:bottom]), _as_kernel_input(before[top:bottom])
-        strips = slice(top // tile_rows, -(-bottom // tile_rows))
-        if q.scheme.granularity.startswith("group"):
-            part = rule, index, offset, whole, scales[strips], stored[strips], codes[top:bottom], half
-            tops.append(changed.update_small_tiles(*rows, tile, *part))
-        else:
-            part = rule, index, whole, scales[strips], codes[top:bottom], half
-            tops.append(changed.update_large_tiles(*rows, tile_rows, tile, *part))
+        versions = part_after(top, bottom), part_before(top, bottom)
+        stored = plan.strips(scale, top, bottom)[1]
+        top_old, top_new = changed.update(*versions, *plan.constants, whole, stored, codes[top:bottom])
+        tops.append((int(top_old), int(top_new)))
 
-    _in_threads(work, after, tile_rows)
-    return tuple(float(np.array(max(side), np.int32).view(np.float32)) for side in zip(*tops, strict=True))  # type: ignore
+    _in_threads(work, after, 1)
+    top_old, top_new = (np.array([max(side)], np.int32).view(np.float32).item() for side in zip(*tops, strict=True))
+    return top_old, top_new

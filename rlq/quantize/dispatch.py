@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import math
 
 import torch
 
@@ -30,7 +31,7 @@ def quantize(
         ConfigError: `x` is not a floating-point tensor of at least one dimension, or `amax` means nothing for `scheme`.
         SnapshotError: `x` or `amax` holds NaN or infinity.
     """
-    scheme = TensorScheme.parse(scheme) if isinstance(scheme, str) else scheme
+    scheme = _parse(scheme) if isinstance(scheme, str) else scheme
     if not x.is_floating_point() or x.ndim == 0:
         raise ConfigError(
             f"cannot quantize a {x.ndim}-d {x.dtype} tensor; pass bf16, fp16 or fp32 with a last dimension"
@@ -40,17 +41,19 @@ def quantize(
     given = None
     if spans_tensor(scheme):
         own = largest_magnitude(x)
-        if not own.isfinite().all():
+        if not math.isfinite(own.item()):
             raise refusal(x)
         wanted = own if amax is None else torch.as_tensor(amax, dtype=torch.float32, device=x.device).reshape(1)
-        if not wanted.isfinite().all():
+        if not math.isfinite(wanted.item()):
             raise SnapshotError(f"amax is {wanted.item()}; it has to be finite")
         given = tensor_scale(wanted, scheme)
     quantized = encode(x, scheme, given)
-    # A scale is NaN exactly when some element of its tile is not finite, so the check costs nothing extra.
-    if given is None and not _finite_scales(quantized):
-        raise refusal(x)
+    if given is None:
+        check_scales(quantized, x)
     return quantized
+
+
+_parse = functools.lru_cache(TensorScheme.parse)
 
 
 def fake_quantize(
@@ -112,10 +115,12 @@ def _load_cpu():
     return cpu
 
 
-def _finite_scales(q: QuantizedTensor) -> bool:
-    if q.scale.dtype == torch.uint8:
-        return not bool((q.scale == 0xFF).any())
-    return bool(q.scale.isfinite().all())
+def check_scales(q: QuantizedTensor, x: torch.Tensor) -> None:
+    """Refuse what `x` became if it holds NaN or infinity: then, and only then, the scale of a tile is NaN."""
+    if q.scale.numel():
+        top = q.scale.max().item()  # NaN if any is
+        if top == 0xFF if q.scale.dtype == torch.uint8 else math.isnan(top):
+            raise refusal(x)
 
 
 def refusal(x: torch.Tensor) -> SnapshotError:

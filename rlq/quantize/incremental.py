@@ -12,6 +12,9 @@ def requantize_(
 ) -> QuantizedTensor:
     """Turn `quantize(old)` into `quantize(new)`, in place, bit for bit.
 
+    Where a scale spans the tensor, only what changed is encoded again. Otherwise everything is: that takes one pass
+    over `new`, and finding the changes would take one over `old` as well.
+
     Args:
         q: codes and scales of `old`; its tensors are overwritten.
         old: the tensor that `q` was made from.
@@ -30,12 +33,17 @@ def requantize_(
             f"cannot update {tuple(q.shape)} from {tuple(old.shape)} to {tuple(new.shape)}; quantize it anew"
         )
     fast = dispatch._cpu(new)
+    in_place = amax is None and not reference.spans_tensor(q.scheme)
+    if fast is not None and in_place and fast.can_encode(q.scheme, new.shape):
+        fast.encode_into(q, new)
+        dispatch.check_scales(q, new)
+        return q
     if fast is None or not fast.can_update(q.scheme, old, new):
         return _overwrite(q, dispatch.quantize(new, q.scheme, amax=amax))
     top_old, top_new = fast.update(q, old, new)
     if not top_new < torch.inf:
         raise dispatch.refusal(new)
-    if reference.spans_tensor(q.scheme) and _tensor_scale_may_change(q, new, amax, top_old, top_new):
+    if _tensor_scale_may_change(q, new, amax, top_old, top_new):
         return _overwrite(q, dispatch.quantize(new, q.scheme, amax=amax))
     return q
 
@@ -51,9 +59,10 @@ def _tensor_scale_may_change(
 
     if amax is not None:
         return bool(scale_of(amax) != present)
-    # The scale grows with the largest magnitude, NVFP4's divisor falls; both are functions of it alone.
+    # The scale grows with the largest magnitude, NVFP4's divisor falls; both are functions of it alone. If nothing that
+    # changed had the largest magnitude, that is still there, and it is a question of whether something exceeds it.
     was, becomes = scale_of(top_old), scale_of(top_new)
-    inside = (was < present) & (becomes < present) if q.global_scale is None else (was > present) & (becomes > present)
+    inside = was < present and becomes <= present if q.global_scale is None else was > present and becomes >= present
     if bool(inside):
         return False
     return bool(scale_of(dispatch.largest_magnitude(new)) != present)

@@ -1,13 +1,161 @@
-"""What numba lacks for the quantizer kernels: reinterpreting bits, vectors of 16, prefetch. Needs numba."""
+"""What numba lacks for the quantizer kernels: vectors, reinterpreted bits, prefetch, as LLVM IR. Needs numba."""
 
 # pyright: reportAttributeAccessIssue=false
+from collections.abc import Sequence
+
 import llvmlite.ir as ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
-RUN = 16  # elements that `run_top` and `run_fill` take at once
+RUN = 16  # elements that are loaded, compared and encoded at once
 ABS = 0x7FFFFFFF
+
+
+class Lanes:
+    """A vector in LLVM IR with Python's operators: bits (int32, int16; they wrap around) or float32 numbers.
+
+    A Python number on the right stands for a vector of it.
+    """
+
+    def __init__(self, builder, value):
+        self.builder, self.value = builder, value
+        self.floating = isinstance(value.type.element, ir.FloatType)
+        self.width = 32 if self.floating else value.type.element.width
+
+    def __add__(self, other):
+        return self._apply(self.builder.fadd if self.floating else self.builder.add, other)
+
+    def __sub__(self, other):
+        return self._apply(self.builder.sub, other)
+
+    def __mul__(self, other):
+        return self._apply(self.builder.fmul, other)
+
+    def __truediv__(self, other):
+        return self._apply(self.builder.fdiv, other)
+
+    def __and__(self, other):
+        return self._apply(self.builder.and_, other)
+
+    def __or__(self, other):
+        return self._apply(self.builder.or_, other)
+
+    def __xor__(self, other):
+        return self._apply(self.builder.xor, other)
+
+    def __lshift__(self, other):
+        return self._apply(self.builder.shl, other)
+
+    def __rshift__(self, other):
+        return self._apply(self.builder.lshr, other)
+
+    def __neg__(self):
+        return Lanes(self.builder, self.builder.fneg(self.value))
+
+    def smax(self, other):
+        """The larger of two bit patterns, as signed numbers."""
+        return self._call("smax", other)
+
+    def umax(self, other):
+        """The larger of two bit patterns, as numbers without sign."""
+        return self._call("umax", other)
+
+    def umin(self, other):
+        """The smaller of two bit patterns, as numbers without sign."""
+        return self._call("umin", other)
+
+    def clamp(self, limit: float):
+        """Numbers from -limit to limit."""
+        return self._kept("<", limit)._kept(">", -limit)
+
+    def _kept(self, order: str, limit: float):
+        """Numbers that stand in this order to a limit; the limit in place of the others."""
+        builder = self.builder
+        return self._apply(lambda a, b: builder.select(builder.fcmp_ordered(order, a, b), a, b), limit)
+
+    def times_plus(self, factor, summand: "Lanes") -> "Lanes":
+        """self * factor + summand, rounded once."""
+        return self._call("fma", factor, summand)
+
+    def top(self):
+        """The largest of all lanes, as signed numbers; a scalar."""
+        function = ir.FunctionType(self.value.type.element, [self.value.type])
+        return self._intrinsic("vector.reduce.smax", function, self.value)
+
+    def bits(self) -> "Lanes":
+        """The same bits as int32."""
+        return self._cast(ir.IntType(32))
+
+    def shorts(self) -> "Lanes":
+        """The same bits as int16."""
+        return self._cast(ir.IntType(16))
+
+    def floats(self) -> "Lanes":
+        """The same bits as float32."""
+        return self._cast(ir.FloatType())
+
+    def low_bytes(self) -> "Lanes":
+        """The low 8 bits of each lane."""
+        return Lanes(self.builder, self.builder.trunc(self.value, ir.VectorType(ir.IntType(8), self.value.type.count)))
+
+    def narrow(self, *, signed: bool) -> "Lanes":
+        """Each lane in 8 bits, saturating, which CPUs do in one instruction; from lanes that are signed numbers."""
+        lowest, highest = (-128, 127) if signed else (0, 255)
+        return self._call("smax", lowest)._call("smin", highest).low_bytes()
+
+    def pick(self, lanes: Sequence[int]) -> "Lanes":
+        """Some of the lanes."""
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), list(lanes))
+        return Lanes(self.builder, self.builder.shuffle_vector(self.value, _undefined(self.value.type), mask))
+
+    def _cast(self, element) -> "Lanes":
+        width = 32 if isinstance(element, ir.FloatType) else element.width
+        vector = ir.VectorType(element, self.value.type.count * self.width // width)
+        return Lanes(self.builder, self.builder.bitcast(self.value, vector))
+
+    def _vector(self, other):
+        """What `other` stands for: a vector of the same type."""
+        if isinstance(other, Lanes):
+            return other.value
+        return ir.Constant(self.value.type, [other] * self.value.type.count)
+
+    def _apply(self, operation, other) -> "Lanes":
+        return Lanes(self.builder, operation(self.value, self._vector(other)))
+
+    def _call(self, name: str, *others) -> "Lanes":
+        values = (self.value, *map(self._vector, others))
+        function = ir.FunctionType(self.value.type, [self.value.type] * len(values))
+        return Lanes(self.builder, self._intrinsic(name, function, *values))
+
+    def _intrinsic(self, name: str, function, *values):
+        suffix = f"v{self.value.type.count}{'f' if self.floating else 'i'}{self.width}"
+        known = cgutils.get_or_insert_function(self.builder.module, function, f"llvm.{name}.{suffix}")
+        return self.builder.call(known, values)
+
+
+def _undefined(vector):
+    return ir.Constant(vector, ir.Undefined)
+
+
+def splat(builder, scalar, count: int) -> Lanes:
+    """A vector of `count` times one number."""
+    vector = ir.VectorType(scalar.type, count)
+    first = builder.insert_element(_undefined(vector), scalar, ir.Constant(ir.IntType(32), 0))
+    return Lanes(builder, first).pick([0] * count)
+
+
+def pointer_to(context, builder, array_type, array, index, vector=None):
+    """Pointer to an element of a one-dimensional array, or to a vector that starts there."""
+    data = builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
+    return data if vector is None else builder.bitcast(data, vector.as_pointer())
+
+
+def load_run(context, builder, array_type, array, index) -> Lanes:
+    """RUN elements of a row: lanes of int16 for bfloat16, which comes as uint16; lanes of int32 for float32."""
+    width = array_type.dtype.bitwidth
+    place = pointer_to(context, builder, array_type, array, index, ir.VectorType(ir.IntType(width), RUN))
+    return Lanes(builder, builder.load(place, align=width // 8))
 
 
 @intrinsic
@@ -44,83 +192,53 @@ def wide(typingctx, value):
     return types.float32(types.uint16), generate
 
 
-def _run_pointer(context, builder, array_type, array, index):
-    """Pointer to RUN consecutive elements of a one-dimensional array, as one vector."""
-    data = context.make_array(array_type)(context, builder, array).data
-    element = context.get_data_type(array_type.dtype)
-    return builder.bitcast(builder.gep(data, [index]), ir.VectorType(element, RUN).as_pointer())
+class _Top:
+    """Emits code that finds the largest magnitude among runs."""
+
+    def __init__(self, context, builder, row_type, row):
+        self.context, self.builder, self.row = context, builder, (row_type, row)
+        self.width = row_type.dtype.bitwidth
+        zeros = ir.Constant(ir.VectorType(ir.IntType(self.width), RUN), [0] * RUN)
+        self.so_far = cgutils.alloca_once_value(builder, zeros)
+
+    def raise_by(self, start):
+        """Take the run in that begins at `start`."""
+        magnitudes = load_run(self.context, self.builder, *self.row, start) & (ABS >> (32 - self.width))
+        self.builder.store(magnitudes.smax(self._lanes()).value, self.so_far)
+
+    def bits(self):
+        """The largest of all, as bits of float32."""
+        word = ir.IntType(32)
+        return self.builder.shl(self.builder.zext(self._lanes().top(), word), word(32 - self.width))
+
+    def _lanes(self) -> Lanes:
+        return Lanes(self.builder, self.builder.load(self.so_far))
 
 
 @intrinsic
-def run_top(typingctx, row, index):
-    """Bits of the largest |row[index : index + RUN]|. LLVM unrolls a loop of 16 before it would vectorize it."""
+def runs_top(typingctx, row, start, stop):
+    """Bits of the largest |row[start:stop]| as float32, for a whole number of runs."""
 
     def generate(context, builder, signature, args):
-        vector = builder.load(_run_pointer(context, builder, signature.args[0], *args))
-        vector.align = signature.args[0].dtype.bitwidth // 8
-        wide = ir.VectorType(ir.IntType(32), RUN)
-        if signature.args[0].dtype == types.uint16:
-            bits = builder.shl(builder.zext(vector, wide), ir.Constant(wide, [16] * RUN))
-        else:
-            bits = builder.bitcast(vector, wide)
-        bits = builder.and_(bits, ir.Constant(wide, [ABS] * RUN))
-        largest = ir.FunctionType(ir.IntType(32), [wide])
-        name = f"llvm.vector.reduce.smax.v{RUN}i32"
-        return builder.call(cgutils.get_or_insert_function(builder.module, largest, name), [bits])
+        top = _Top(context, builder, signature.args[0], args[0])
+        with cgutils.for_range_slice(builder, args[1], args[2], args[1].type(RUN)) as (start, _):
+            top.raise_by(start)
+        return top.bits()
 
-    return types.int32(row, types.intp), generate
+    return types.int32(row, types.intp, types.intp), generate
 
 
 @intrinsic
-def run_fill(typingctx, row, index, value):
-    """row[index : index + RUN] = value, for a float32 row."""
+def listed_top(typingctx, row, starts, first, last):
+    """`runs_top` of the runs that begin at starts[first:last], intp."""
 
     def generate(context, builder, signature, args):
-        vector = ir.VectorType(ir.FloatType(), RUN)
-        splat = ir.Constant(vector, ir.Undefined)
-        for lane in range(RUN):
-            splat = builder.insert_element(splat, args[2], ir.Constant(ir.IntType(32), lane))
-        store = builder.store(splat, _run_pointer(context, builder, signature.args[0], *args[:2]))
-        store.align = 4
-        return context.get_dummy_value()
+        top = _Top(context, builder, signature.args[0], args[0])
+        with cgutils.for_range_slice(builder, args[2], args[3], args[2].type(1)) as (n, _):
+            top.raise_by(builder.load(pointer_to(context, builder, signature.args[1], args[1], n)))
+        return top.bits()
 
-    return types.void(row, types.intp, types.float32), generate
-
-
-@intrinsic
-def prefetch(typingctx, row, index):
-    """Ask for the cache line of row[index], to be read soon."""
-
-    def generate(context, builder, signature, args):
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        prefetch = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-        function = cgutils.get_or_insert_function(builder.module, prefetch, "llvm.prefetch.p0i8")
-        pointer = builder.bitcast(builder.gep(data, [args[1]]), byte)
-        builder.call(function, [pointer, word(0), word(3), word(1)])
-        return context.get_dummy_value()
-
-    return types.void(row, types.intp), generate
-
-
-def at(scale, j):
-    """Scale of element j, where `scale` is an array or one number for all."""
-
-
-def part(scale, start, stop):
-    """Scales of elements start to stop."""
-
-
-@overload(at)
-def _at_typed(scale, j):
-    return (lambda scale, j: scale[j]) if isinstance(scale, types.Array) else (lambda scale, j: scale)
-
-
-@overload(part)
-def _part_typed(scale, start, stop):
-    if isinstance(scale, types.Array):
-        return lambda scale, start, stop: scale[start:stop]
-    return lambda scale, start, stop: scale
+    return types.int32(row, starts, types.intp, types.intp), generate
 
 
 @intrinsic
@@ -128,28 +246,28 @@ def run_differs(typingctx, row, other, index):
     """True if row[index : index + RUN] and the same run of `other` differ in any bit."""
 
     def generate(context, builder, signature, args):
-        runs = []
-        for array_type, array in zip(signature.args[:2], args[:2], strict=True):
-            run = builder.load(_run_pointer(context, builder, array_type, array, args[2]))
-            run.align = array_type.dtype.bitwidth // 8
-            bits = ir.VectorType(ir.IntType(array_type.dtype.bitwidth), RUN)
-            runs.append(builder.bitcast(run, bits))
-        width = RUN * signature.args[0].dtype.bitwidth
-        changed = builder.bitcast(builder.xor(*runs), ir.IntType(width))
-        return builder.icmp_unsigned("!=", changed, ir.Constant(ir.IntType(width), 0))
+        runs = [load_run(context, builder, signature.args[n], args[n], args[2]) for n in range(2)]
+        width = ir.IntType(RUN * signature.args[0].dtype.bitwidth)
+        return builder.icmp_unsigned("!=", builder.bitcast((runs[0] ^ runs[1]).value, width), ir.Constant(width, 0))
 
     return types.boolean(row, other, types.intp), generate
 
 
+def fetch(context, builder, array_type, array, index):
+    """Ask for the cache line of array[index], to be read soon."""
+    byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+    pointer = builder.bitcast(pointer_to(context, builder, array_type, array, index, ir.IntType(8)), byte)
+    prefetch = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+    function = cgutils.get_or_insert_function(builder.module, prefetch, "llvm.prefetch.p0i8")
+    builder.call(function, [pointer, word(0), word(3), word(1)])
+
+
 @intrinsic
-def run_copy(typingctx, target, at_target, source, at_source):
-    """target[at_target : at_target + RUN] = source[at_source : at_source + RUN], of one element type."""
+def prefetch(typingctx, array, index):
+    """Ask for the cache line of array[index], to be read soon."""
 
     def generate(context, builder, signature, args):
-        run = builder.load(_run_pointer(context, builder, signature.args[2], args[2], args[3]))
-        run.align = signature.args[2].dtype.bitwidth // 8
-        store = builder.store(run, _run_pointer(context, builder, signature.args[0], args[0], args[1]))
-        store.align = run.align
+        fetch(context, builder, signature.args[0], *args)
         return context.get_dummy_value()
 
-    return types.void(target, types.intp, source, types.intp), generate
+    return types.void(array, types.intp), generate
