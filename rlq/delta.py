@@ -116,10 +116,10 @@ class Delta:
     def patches(self) -> Iterator[tuple[str, Patch]]:
         """Decode one tensor after the other; needs no base."""
         split = sum(part.nbytes for part in self.parts)
-        classes, magnitudes = _Inflated(self.body[split:]), _Inflated(self.body[split + self.classes_nbytes :])
+        classes, steps = _Inflated(self.body[split:]), _Inflated(self.body[split + self.classes_nbytes :])
         start = 0
         for part in self.parts:
-            yield part.name, _decode(part, self.body[start : start + part.nbytes], classes, magnitudes)
+            yield part.name, _decode(part, self.body[start : start + part.nbytes], classes, steps)
             start += part.nbytes
 
 
@@ -134,22 +134,24 @@ def encode(base: Snapshot, new: Snapshot) -> bytes:
     check_specs(new.specs, base.specs)
     parts: list[Part] = []
     payloads: list[bytes] = []
-    classes, magnitudes = _Deflated(), _Deflated()
+    classes, steps = _Deflated(), _Deflated()
     for name, tensor in new.tensors.items():
         now = flat_integers(tensor)
         where, values = delta_codec.differing(flat_integers(base.tensors[name]), now)
         if where.size == 0:
             continue
-        negative, planes = _sign_and_planes(values)
+        negative, magnitudes = _signs_and_magnitudes(values)
+        planes = magnitudes.view(np.uint8).reshape(-1, now.itemsize).T
         gaps, fields = delta_codec.pack(where, negative)
         whole = where.size * DENSE >= now.size and len(fields) + _entropy_bytes([gaps, *planes]) >= now.nbytes
         payloads.append(now.tobytes() if whole else fields)
         parts.append(Part(name, now.size, now.itemsize, where.size, whole, len(payloads[-1])))
         if not whole:
             classes.add(gaps)
-            magnitudes.add(planes)
+            for start in range(0, where.size, delta_codec.PIECE):
+                steps.add(np.ascontiguousarray(planes[:, start : start + delta_codec.PIECE]))
     packed_classes = classes.finish()
-    body = b"".join([*payloads, packed_classes, magnitudes.finish()])
+    body = b"".join([*payloads, packed_classes, steps.finish()])
     header = {
         "base": [base.version, base.digest],
         "new": [new.version, new.digest],
@@ -241,11 +243,10 @@ def flat_integers(tensor: torch.Tensor) -> np.ndarray:
     return as_bytes(tensor).view(INTEGERS[tensor.element_size()])
 
 
-def _sign_and_planes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which differences are negative (uint8, 0 or 1), and their magnitudes less one, a plane (row) per byte."""
+def _signs_and_magnitudes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which differences are negative (uint8, 0 or 1), and their magnitudes less one."""
     negative = values >> values.dtype.type(8 * values.itemsize - 1)
-    magnitudes = np.where(negative, 0 - values, values) - values.dtype.type(1)
-    return negative.astype(np.uint8), np.ascontiguousarray(magnitudes[:, None].view(np.uint8).T)
+    return negative.astype(np.uint8), np.where(negative, 0 - values, values) - values.dtype.type(1)
 
 
 def _entropy_bytes(streams: Sequence[np.ndarray]) -> float:
@@ -288,13 +289,18 @@ class _Inflated:
         return out
 
 
-def _decode(part: Part, payload: memoryview, classes: _Inflated, magnitudes: _Inflated) -> Patch:
+def _decode(part: Part, payload: memoryview, classes: _Inflated, steps: _Inflated) -> Patch:
     dtype = np.dtype(INTEGERS[part.width])
     if part.whole:
         return Patch(None, np.frombuffer(payload, dtype))
-    where, negative = delta_codec.unpack(classes.take(part.count), payload, delta_codec.position_type(part.size))
-    planes = magnitudes.take(part.count * part.width).reshape(part.width, part.count)
-    values = np.ascontiguousarray(planes.T).view(dtype)[:, 0]
-    values += dtype.type(1)
-    np.negative(values, out=values, where=negative.view(bool))
+    where, values = np.empty(part.count, delta_codec.position_type(part.size)), np.empty(part.count, dtype)
+    fields, bit, last = np.frombuffer(payload, np.uint8), 0, -1
+    for start in range(0, part.count, delta_codec.PIECE):
+        here, these = (array[start : start + delta_codec.PIECE] for array in (where, values))
+        negative = np.empty(here.size, np.uint8)
+        bit = delta_codec.unpack(classes.take(here.size), fields, bit, last, here, negative)
+        last = int(here[-1])
+        these.view(np.uint8).reshape(-1, part.width).T[:] = steps.take(these.nbytes).reshape(part.width, -1)
+        these += dtype.type(1)
+        np.negative(these, out=these, where=negative.view(bool))
     return Patch(where, values)

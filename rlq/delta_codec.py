@@ -3,7 +3,7 @@
 A gap g is sent as the number g + 2. Where its highest bit is and the bit below that make its class, two classes per
 octave; the caller has them entropy-coded. The bits below, above the flag, make its field; fields are as wide as the
 class says and fill bytes from the lowest bit. Adapted to the classes that occur, this costs less than a Golomb code
-where changes cluster, and within 1% of the entropy where they do not. With numba the loops are compiled
+where changes cluster, and up to 3% above the entropy where they do not. With numba the loops are compiled
 (`delta_kernels.py`); without it they are numpy's, in pieces.
 """
 
@@ -59,17 +59,30 @@ def pack(where: np.ndarray, flags: np.ndarray) -> tuple[np.ndarray, bytes]:
     return classes, fields[: kernels.pack(where, flags, classes, fields)].tobytes()
 
 
-def unpack(classes: np.ndarray, fields: memoryview, dtype: type) -> tuple[np.ndarray, np.ndarray]:
-    """What `pack` was given; positions as `dtype`."""
+def unpack(classes: np.ndarray, fields: np.ndarray, begin: int, last: int, where: np.ndarray, flags: np.ndarray) -> int:
+    """Read the next positions and flags of what `pack` made.
+
+    Args:
+        classes: uint8, one per position; at most PIECE keep temporaries small.
+        fields: uint8, all of them.
+        begin: bit of `fields` at which to begin.
+        last: position before the first; -1 at the beginning.
+        where: takes the positions.
+        flags: takes the flags, uint8.
+
+    Returns:
+        Bit at which the next begin.
+    """
+    end = begin + classes.size + int((classes >> 1).sum(dtype=np.int64))
+    part = fields[begin // 8 : -(-end // 8)]
     kernels = _kernels()
-    where, flags = np.empty(classes.size, dtype), np.empty(classes.size, np.uint8)
     if kernels is None:
-        _unpack(classes, fields, where, flags)
+        _unpack(classes, part, begin % 8, last, where, flags)
     else:
-        words = np.zeros(len(fields) // 8 + 2, np.uint64)
-        words.view(np.uint8)[: len(fields)] = fields
-        kernels.unpack(classes, words, where, flags)
-    return where, flags
+        words = np.zeros(part.size // 8 + 2, np.uint64)
+        words.view(np.uint8)[: part.size] = part
+        kernels.unpack(classes, words, begin % 8, last, where, flags)
+    return end
 
 
 def _pack(where: np.ndarray, flags: np.ndarray) -> tuple[np.ndarray, bytes]:
@@ -93,18 +106,14 @@ def _pack(where: np.ndarray, flags: np.ndarray) -> tuple[np.ndarray, bytes]:
     return np.concatenate(classes), b"".join([*out, np.packbits(carried, bitorder="little").tobytes()])
 
 
-def _unpack(classes: np.ndarray, fields: memoryview, where: np.ndarray, flags: np.ndarray) -> None:
-    stream, begin, last = np.frombuffer(fields, np.uint8), 0, -1
-    for start in range(0, classes.size, PIECE):
-        piece = slice(start, start + PIECE)
-        low, upper = classes[piece].astype(np.int64) >> 1, classes[piece] & 1 | np.int64(2)
-        begins = np.cumsum(low + 1) - (low + 1) + begin % 8
-        end = begin + int((low + 1).sum())
-        bits = np.unpackbits(stream[begin // 8 : -(-end // 8)], bitorder="little").astype(np.int64)
-        numbers = upper << low
-        for b in range(1, int(low.max()) + 1):
-            there = low >= b
-            numbers[there] |= bits[begins[there] + b] << b - 1
-        positions = last + np.cumsum(numbers - 1)
-        where[piece], flags[piece] = positions, bits[begins]
-        begin, last = end, int(positions[-1])
+def _unpack(
+    classes: np.ndarray, fields: np.ndarray, begin: int, last: int, where: np.ndarray, flags: np.ndarray
+) -> None:
+    low, upper = classes.astype(np.int64) >> 1, classes & 1 | np.int64(2)
+    begins = np.cumsum(low + 1) - (low + 1) + begin
+    bits = np.unpackbits(fields, bitorder="little").astype(np.int64)
+    numbers = upper << low
+    for b in range(1, int(low.max()) + 1):
+        there = low >= b
+        numbers[there] |= bits[begins[there] + b] << b - 1
+    where[:], flags[:] = last + np.cumsum(numbers - 1), bits[begins]

@@ -72,9 +72,9 @@ def pack(where, flags, classes, fields):
 
 
 @jit
-def unpack(classes, fields, where, flags):
+def unpack(classes, fields, begin, last, where, flags):
     """Fill `where` and `flags` from the classes and the fields, as 64-bit words with one to spare."""
-    position, bit = np.int64(-1), np.int64(0)
+    position, bit = np.int64(last), np.int64(begin)
     for i in range(where.shape[0]):
         low = np.int64(classes[i] >> 1)
         shift = bit & 63
