@@ -1,6 +1,6 @@
-"""The other side of benchmarks/delta.py: the smallest that a delta between two bf16 checkpoints can be made.
+"""The other side of benchmarks/delta.py: how small a delta between two bf16 checkpoints can be made.
 
-Every function takes the two checkpoints as flat uint16 arrays, all tensors in a row, and returns bytes on the wire.
+The checkpoints are flat uint16 arrays, all tensors in a row; results are bytes on the wire.
 """
 
 from collections.abc import Mapping
@@ -76,16 +76,17 @@ def entropy(counts: np.ndarray) -> float:
 
 
 def ideal(old: np.ndarray, new: np.ndarray) -> float:
-    """Bytes of an ideal coder of each element's change that knows the old element's exponent, as a receiver could.
+    """Bytes of an ideal coder of each element's change that knows the old element, as a receiver could.
 
-    The smaller an element, the finer its grid and the more often it moves, so exponents say most of what can be known.
+    Of bf16 it looks at the sign and the exponent: the smaller an element, the finer its grid and the more often it
+    moves, so these say most of what can be known. Of codes it looks at the byte.
     """
     difference = new - old
     there = difference != 0
-    exponents = (old >> 7 & 0xFF).astype(np.uint8)
-    everything, changed = (np.bincount(e, minlength=256) for e in (exponents, exponents[there]))
+    seen = old if old.itemsize == 1 else old >> 7
+    everything, changed = (np.bincount(e, minlength=512) for e in (seen, seen[there]))
     bits = sum(entropy(np.array([c, n - c])) for c, n in zip(changed, everything, strict=True))
-    grouped = difference[there][np.argsort(exponents[there], kind="stable")]
+    grouped = difference[there][np.argsort(seen[there], kind="stable")]
     for values in np.split(grouped, np.cumsum(changed)[:-1]):
         bits += entropy(np.unique(values, return_counts=True)[1])
     return bits / 8

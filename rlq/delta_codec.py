@@ -33,20 +33,17 @@ def position_type(size: int) -> type:
 def differing(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Ascending positions at which two flat unsigned arrays differ, and new minus old there, modulo 2^bits."""
     kernels, dtype = _kernels(), position_type(new.size)
-    found, values = [np.empty(0, dtype)], [np.empty(0, new.dtype)]
-    room = np.empty(PIECE + 1, np.int32), np.empty(PIECE + 1, new.dtype)
+    if kernels is not None:
+        # Room for a change of everything; pages that nothing is written to take no memory.
+        where, values = np.empty(new.size + 1, dtype), np.empty(new.size + 1, new.dtype)
+        count = kernels.find(old, new, where, values)
+        return where[:count], values[:count]
+    found = [np.empty(0, dtype)]
     for top in range(0, new.size, PIECE):
-        before, after = old[top : top + PIECE], new[top : top + PIECE]
-        if kernels is None:
-            where = np.flatnonzero(before != after)
-            difference = after[where] - before[where]
-        else:
-            count = kernels.find(before, after, *room)
-            where, difference = (part[:count] for part in room)
-        if where.size:
-            found.append(where.astype(dtype) + dtype(top))
-            values.append(difference.copy())
-    return np.concatenate(found), np.concatenate(values)
+        at = np.flatnonzero(old[top : top + PIECE] != new[top : top + PIECE])
+        found.append(at.astype(dtype) + dtype(top))
+    where = np.concatenate(found)
+    return where, new[where] - old[where]
 
 
 def pack(where: np.ndarray, flags: np.ndarray) -> tuple[np.ndarray, bytes]:
