@@ -13,6 +13,7 @@ BENCHMARKS = {
     "quantize": "quantize.py",
     "sampler": "sampler.py",
     "sync": "sync.py",
+    "delta": "delta.py",
     "step": "step.py",
     "runs": "runs.py",
 }

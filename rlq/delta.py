@@ -1,30 +1,33 @@
 """Code-domain deltas: only the codes and scales that changed between two published versions, exact and self-checking.
 
-A delta is one block of bytes: a magic word, the length and the hash of a JSON header, the header, and one payload per
-changed tensor. The payload holds where elements changed (gaps between positions, Golomb-Rice coded, which for positions
-that are spread evenly is within 4% of their entropy) and by how much (differences of the integers that the elements are
-stored as, Huffman coded). Tensors that did not change are not mentioned; tensors for which a delta would be larger are
-sent whole.
+A delta is one block of bytes: a magic word, the length and the hash of a header, the header (deflated JSON), a body.
+The body holds where elements changed, in which direction (`delta_codec.py`) and by how much: the integers that codes
+are stored as mostly move by one, which costs next to nothing. Whatever is worth a Huffman code goes into two deflated
+streams that all tensors share, because a table per tensor would outweigh a small change. Tensors that did not change
+are not mentioned; tensors for which a delta would be larger are sent whole.
 """
 
+import dataclasses
 import hashlib
 import json
-import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from . import delta_codec
 from .errors import SnapshotError
 from .publish import Snapshot, as_bytes, check_specs, tensor_digest
 from .schemes import Scheme
 
 MAGIC = b"rlqdelta"
 INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-CHUNK = 1 << 20
-"""Elements compared at once, so that temporaries stay in cache."""
+DENSE = 4
+"""A tensor of which less than one in so many elements changed is not worth comparing with its whole self."""
+FEED = 1 << 16
+"""Deflated bytes handed to zlib at once."""
 
 
 @dataclass(frozen=True)
@@ -66,20 +69,40 @@ class Patch:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What a delta says about one touched tensor."""
+
+    name: str
+    """Wire tensor."""
+    size: int
+    """Its elements."""
+    width: int
+    """Bytes of one."""
+    count: int
+    """Elements that changed."""
+    whole: bool
+    """The tensor itself was sent."""
+    nbytes: int
+    """Bytes of the positions' fields, or of the whole tensor."""
+
+
+@dataclass(frozen=True)
 class Delta:
     """A delta whose bytes have been checked; made by `open_delta`."""
 
     info: DeltaInfo
     """What it carries."""
-    entries: list[dict]
-    """Per touched tensor its name, size, width of an element and how its payload is coded."""
+    parts: list[Part]
+    """Touched tensors, in the order of the snapshot."""
     body: memoryview
-    """The payloads, one after the other."""
+    """Fields of each part, the classes of all, the magnitudes of all."""
+    classes_nbytes: int
+    """Bytes of the classes, deflated."""
 
     @property
     def names(self) -> list[str]:
         """Touched tensors, in the order of the snapshot."""
-        return [entry["name"] for entry in self.entries]
+        return [part.name for part in self.parts]
 
     def check_base(self, version: int | None, digest: str) -> None:
         """Raise SnapshotError unless the delta was made from this version."""
@@ -92,10 +115,12 @@ class Delta:
 
     def patches(self) -> Iterator[tuple[str, Patch]]:
         """Decode one tensor after the other; needs no base."""
-        end = 0
-        for entry in self.entries:
-            end += entry["nbytes"]
-            yield entry["name"], _decode(entry, self.body[end - entry["nbytes"] : end])
+        split = sum(part.nbytes for part in self.parts)
+        classes, steps = _Inflated(self.body[split:]), _Inflated(self.body[split + self.classes_nbytes :])
+        start = 0
+        for part in self.parts:
+            yield part.name, _decode(part, self.body[start : start + part.nbytes], classes, steps)
+            start += part.nbytes
 
 
 def encode(base: Snapshot, new: Snapshot) -> bytes:
@@ -107,39 +132,38 @@ def encode(base: Snapshot, new: Snapshot) -> bytes:
     if base.scheme != new.scheme:
         raise SnapshotError(f"a delta from {base.scheme.name!r} to {new.scheme.name!r} is not possible; send it whole")
     check_specs(new.specs, base.specs)
-    entries, payloads = [], []
-    changed = 0
+    parts: list[Part] = []
+    payloads: list[bytes] = []
+    classes, steps = _Deflated(), _Deflated()
     for name, tensor in new.tensors.items():
-        old, now = flat_integers(base.tensors[name]), flat_integers(tensor)
-        where = _differing(old, now)
+        now = flat_integers(tensor)
+        where, values = delta_codec.differing(flat_integers(base.tensors[name]), now)
         if where.size == 0:
             continue
-        changed += where.size
-        parameter, payload = _pack_changes(where, now[where] - old[where])
-        if len(payload) >= now.nbytes:
-            parameter, payload = None, now.tobytes()
-        entries.append(
-            {
-                "name": name,
-                "size": now.size,
-                "width": now.itemsize,
-                "rice": parameter,
-                "count": int(where.size),
-                "nbytes": len(payload),
-            }
-        )
-        payloads.append(payload)
-    body = b"".join(payloads)
+        negative, magnitudes = _signs_and_magnitudes(values)
+        planes = magnitudes.view(np.uint8).reshape(-1, now.itemsize).T
+        gaps, fields = delta_codec.pack(where, negative)
+        whole = where.size * DENSE >= now.size and len(fields) + _entropy_bytes([gaps, *planes]) >= now.nbytes
+        payloads.append(now.tobytes() if whole else fields)
+        parts.append(Part(name, now.size, now.itemsize, where.size, whole, len(payloads[-1])))
+        if not whole:
+            classes.add(gaps)
+            for start in range(0, where.size, delta_codec.PIECE):
+                steps.add(np.ascontiguousarray(planes[:, start : start + delta_codec.PIECE]))
+    packed_classes = classes.finish()
+    body = b"".join([*payloads, packed_classes, steps.finish()])
     header = {
         "base": [base.version, base.digest],
         "new": [new.version, new.digest],
         "scheme": new.scheme.to_dict(),
-        "changed": changed,
+        "changed": sum(part.count for part in parts),
         "elements": sum(tensor.numel() for tensor in new.tensors.values()),
-        "tensors": entries,
+        # Equal things side by side deflate better.
+        "parts": {f.name: [getattr(part, f.name) for part in parts] for f in dataclasses.fields(Part)},
+        "classes": len(packed_classes),
         "sha256": hashlib.sha256(body).hexdigest(),
     }
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = zlib.compress(json.dumps(header, separators=(",", ":")).encode(), level=9)
     return MAGIC + len(text).to_bytes(4, "little") + hashlib.sha256(text).digest() + text + body
 
 
@@ -155,14 +179,15 @@ def open_delta(blob: bytes | memoryview) -> Delta:
     text = blob[start : start + size]
     if blob[: len(MAGIC)] != MAGIC or hashlib.sha256(text).digest() != blob[start - 32 : start]:
         raise SnapshotError("these bytes are not a delta, or its header was damaged; send the whole snapshot")
-    header = json.loads(bytes(text))
+    header = json.loads(zlib.decompress(text))
     body = blob[start + size :]
     if hashlib.sha256(body).hexdigest() != header["sha256"]:
         raise SnapshotError("the delta was cut short or damaged on its way; send the whole snapshot")
     (base_version, base_digest), (version, digest) = header["base"], header["new"]
     scheme = Scheme.from_dict(header["scheme"])
     info = DeltaInfo(base_version, base_digest, version, digest, scheme, header["changed"], header["elements"])
-    return Delta(info, header["tensors"], body)
+    parts = [Part(*values) for values in zip(*header["parts"].values(), strict=True)]
+    return Delta(info, parts, body, header["classes"])
 
 
 def inspect(blob: bytes | memoryview) -> DeltaInfo:
@@ -218,59 +243,64 @@ def flat_integers(tensor: torch.Tensor) -> np.ndarray:
     return as_bytes(tensor).view(INTEGERS[tensor.element_size()])
 
 
-def _differing(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Ascending positions (int64) at which two flat arrays differ."""
-    found = []
-    for top in range(0, new.size, CHUNK):
-        at = np.flatnonzero(old[top : top + CHUNK] != new[top : top + CHUNK])
-        found.append(at + top)
-    return np.concatenate(found) if found else np.empty(0, np.int64)
+def _signs_and_magnitudes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which differences are negative (uint8, 0 or 1), and their magnitudes less one."""
+    negative = values >> values.dtype.type(8 * values.itemsize - 1)
+    return negative.astype(np.uint8), np.where(negative, 0 - values, values) - values.dtype.type(1)
 
 
-def _pack_changes(where: np.ndarray, difference: np.ndarray) -> tuple[int, bytes]:
-    """Rice parameter, and the bytes of four streams: lengths, quotients, remainders, differences."""
-    gaps = np.diff(where, prepend=-1) - 1
-    # The best parameter for gaps of a geometric distribution: log2(ln 2 * mean).
-    parameter = max(0, round(math.log2(max(0.6931 * float(gaps.mean()), 1.0))))
-    # Quotients in unary: a one bit after as many zeros as the quotient says.
-    quotients = gaps >> parameter
-    unary = np.zeros(int(quotients.sum()) + gaps.size, np.uint8)
-    unary[np.cumsum(quotients + 1) - 1] = 1
-    bits = (gaps[:, None] >> np.arange(parameter)) & 1
-    streams = [np.packbits(unary).tobytes(), np.packbits(bits.astype(np.uint8)).tobytes(), _huffman(difference)]
-    lengths = np.array([len(stream) for stream in streams], np.uint32)
-    return parameter, lengths.tobytes() + b"".join(streams)
+def _entropy_bytes(streams: Sequence[np.ndarray]) -> float:
+    """About what Huffman codes make of uint8 arrays."""
+    counts = [np.bincount(stream) for stream in streams]
+    return sum(float((c[c > 0] * np.log2(c.sum() / c[c > 0])).sum()) for c in counts) / 8
 
 
-def _decode(entry: dict, payload: memoryview) -> Patch:
-    dtype = np.dtype(INTEGERS[entry["width"]])
-    if entry["rice"] is None:
+class _Deflated:
+    """One deflated stream of many arrays: runs and Huffman codes, no search for other repeats."""
+
+    def __init__(self):
+        self._deflate = zlib.compressobj(level=1, wbits=-15, strategy=zlib.Z_RLE)
+        self._out: list[bytes] = []
+
+    def add(self, array: np.ndarray) -> None:
+        self._out.append(self._deflate.compress(array.data))
+
+    def finish(self) -> bytes:
+        return b"".join([*self._out, self._deflate.flush()])
+
+
+class _Inflated:
+    """Reads such a stream in parts; what follows the stream is ignored."""
+
+    def __init__(self, stream: memoryview):
+        self._inflate, self._stream, self._fed = zlib.decompressobj(wbits=-15), stream, 0
+
+    def take(self, count: int) -> np.ndarray:
+        """The next `count` bytes, uint8."""
+        out, done = np.empty(count, np.uint8), 0
+        while done < count:
+            ahead = self._inflate.unconsumed_tail
+            if not ahead:
+                ahead = self._stream[self._fed : self._fed + FEED]
+                self._fed += FEED
+            piece = self._inflate.decompress(ahead, min(count - done, FEED))
+            out[done : done + len(piece)] = np.frombuffer(piece, np.uint8)
+            done += len(piece)
+        return out
+
+
+def _decode(part: Part, payload: memoryview, classes: _Inflated, steps: _Inflated) -> Patch:
+    dtype = np.dtype(INTEGERS[part.width])
+    if part.whole:
         return Patch(None, np.frombuffer(payload, dtype))
-    where, values = _unpack_changes(payload, entry["rice"], entry["count"], dtype)
-    return Patch(where.astype(np.int32 if entry["size"] <= 2**31 else np.int64), values)
-
-
-def _unpack_changes(payload: memoryview, parameter: int, count: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    ends = 12 + np.cumsum(np.frombuffer(payload[:12], np.uint32), dtype=np.int64)
-    unary, bits, differences = (payload[start:end] for start, end in zip([12, *ends[:-1]], ends, strict=True))
-    stops = np.flatnonzero(np.unpackbits(np.frombuffer(unary, np.uint8)))[:count]
-    quotients = np.diff(stops, prepend=-1) - 1
-    remainder_bits = np.unpackbits(np.frombuffer(bits, np.uint8))[: count * parameter].reshape(count, parameter)
-    remainders = (remainder_bits.astype(np.int64) << np.arange(parameter)).sum(1)
-    gaps = (quotients << parameter) + remainders
-    return np.cumsum(gaps + 1) - 1, _unhuffman(differences, count, dtype)
-
-
-def _huffman(difference: np.ndarray) -> bytes:
-    """Code signed steps: zigzag, so that small steps of either sign are small numbers, then one plane per byte."""
-    signed = difference.view(f"i{difference.itemsize}")
-    zigzag = ((signed << 1) ^ (signed >> (8 * difference.itemsize - 1))).view(difference.dtype)
-    planes = zigzag[:, None].view(np.uint8).T
-    coder = zlib.compressobj(level=1, strategy=zlib.Z_RLE)  # runs and Huffman codes, no search for repeats
-    return coder.compress(planes.tobytes()) + coder.flush()
-
-
-def _unhuffman(data: memoryview, count: int, dtype: np.dtype) -> np.ndarray:
-    planes = np.frombuffer(zlib.decompress(data), np.uint8).reshape(dtype.itemsize, count)
-    zigzag = np.ascontiguousarray(planes.T).view(dtype)[:, 0]
-    return (zigzag >> dtype.type(1)) ^ (dtype.type(0) - (zigzag & dtype.type(1)))
+    where, values = np.empty(part.count, delta_codec.position_type(part.size)), np.empty(part.count, dtype)
+    fields, bit, last = np.frombuffer(payload, np.uint8), 0, -1
+    for start in range(0, part.count, delta_codec.PIECE):
+        here, these = (array[start : start + delta_codec.PIECE] for array in (where, values))
+        negative = np.empty(here.size, np.uint8)
+        bit = delta_codec.unpack(classes.take(here.size), fields, bit, last, here, negative)
+        last = int(here[-1])
+        these.view(np.uint8).reshape(-1, part.width).T[:] = steps.take(these.nbytes).reshape(part.width, -1)
+        these += dtype.type(1)
+        np.negative(these, out=these, where=negative.view(bool))
+    return Patch(where, values)

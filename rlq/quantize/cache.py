@@ -15,7 +15,15 @@ from pathlib import Path
 from numba import config
 from numba.core.caching import UserProvidedCacheLocator
 
-SOURCES = ("kernels.py", "codes.py", "simd.py", "changed.py", "reference.py", "../formats.py")
+SOURCES = (
+    "kernels.py",
+    "codes.py",
+    "simd.py",
+    "changed.py",
+    "reference.py",
+    "../formats.py",
+    "../delta_kernels.py",
+)
 
 
 class ContentLocator(UserProvidedCacheLocator):
@@ -23,7 +31,7 @@ class ContentLocator(UserProvidedCacheLocator):
 
     def __init__(self, py_func, py_file):
         super().__init__(py_func, py_file)
-        digest = hashlib.sha256(b"".join((Path(py_file).parent / name).read_bytes() for name in SOURCES))
+        digest = hashlib.sha256(b"".join((Path(__file__).parent / name).read_bytes() for name in SOURCES))
         self._stamp = digest.hexdigest()
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self._cache_path = str(root / "rlq" / "kernels" / self._stamp[:16])
