@@ -1,5 +1,8 @@
 """Which kernel runs where: facts, invariants over every scheme and GPU, and reading it off a model."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -121,3 +124,28 @@ def test_the_line_states_what_runs():
     assert describe({"EmulatedLinearMethod": 4}, Scheme.preset("w4a16")) == (
         "w4a16: 4 layers emulated, activations left alone"
     )
+
+
+def test_the_table_in_the_docs():
+    """Emulated, bold for quantized activations, or the family of a planned kernel, for every preset."""
+    text = (Path(__file__).parents[2] / "docs/formats.md").read_text()
+    table = text[text.index("| preset | 7.5 |") :].split("\n\n")[0].splitlines()
+    columns = [tuple(map(int, cell.split("."))) for cell in table[0].split("|")[2:-1]]
+    seen = set()
+    for line in table[2:]:
+        first, *cells = (cell.strip() for cell in line.split("|")[1:-1])
+        names = re.findall(r"`(\w+)`", first)
+        seen.update(names)
+        for name in names:
+            scheme = Scheme.preset(name, static=True) if "calibrated" in first else Scheme.preset(name)
+            for capability, cell in zip(columns, cells, strict=True):
+                plan = kernel_plan(scheme, capability)
+                assert (cell == "emulated") == (plan.arithmetic == "emulated"), (name, capability)
+                if plan.kernels:
+                    assert cell.startswith("**") == plan.quantizes_activations, (name, capability)
+                    families = [family.strip("* ").split()[0].lower() for family in cell.split(" or ")]
+                    assert all(any(f in kernel.lower() for kernel in plan.kernels) for f in families), (
+                        name,
+                        capability,
+                    )
+    assert seen == set(PRESETS) - {"bf16"}
