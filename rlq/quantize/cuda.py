@@ -1,6 +1,6 @@
 """GPU path: hands tensors to the Triton kernels, once a small tensor has shown that they are bit-identical here.
 
-The kernels were compiled for compute capabilities 8.0 to 10.0 and run in Triton's interpreter, on a CPU. Until
+The kernels were compiled for compute capabilities 7.5 to 12.0 and run in Triton's interpreter, on a CPU. Until
 `make gpu-check` has run on a GPU nothing about their speed there is known, and that they are exact there is only as
 certain as `usable` makes it: before a kernel is used for the first time on a device, for a scheme, a dtype and a size
 of program, it has to agree with `reference.py` on that device in every bit, or the reference takes over.

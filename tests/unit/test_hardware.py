@@ -130,7 +130,7 @@ def test_the_table_in_the_docs():
     """Emulated, bold for quantized activations, or the family of a planned kernel, for every preset."""
     text = (Path(__file__).parents[2] / "docs/formats.md").read_text()
     table = text[text.index("| preset | 7.5 |") :].split("\n\n")[0].splitlines()
-    columns = [tuple(map(int, cell.split("."))) for cell in table[0].split("|")[2:-1]]
+    columns = [(int(major), int(minor)) for major, minor in re.findall(r"(\d+)\.(\d)", table[0])]
     seen = set()
     for line in table[2:]:
         first, *cells = (cell.strip() for cell in line.split("|")[1:-1])
