@@ -75,30 +75,39 @@ def quantize_activations(x: torch.Tensor, scheme: TensorScheme, given: torch.Ten
         scheme: tensor scheme.
         given: calibrated scale, fp32 (1,): `scale` of `tensor` granularity, `global_scale` of NVFP4. None computes it.
     """
-    fast = _cpu(x)
-    if fast is None or scheme.granularity.startswith("block") or not fast.can_encode(scheme, x.shape):
+    fast = None if scheme.granularity.startswith("block") else _encoder(x, scheme)
+    if fast is None:
         return reference.encode_activations(x, scheme, given)
     return fast.fake_quantize_rows(x, scheme, given)
 
 
 def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
     """amax(|x|), fp32 (1,); not finite where some element is not, 0 for an empty tensor."""
-    fast = _cpu(x)
-    return reference.largest_magnitude(x) if fast is None or not x.numel() else fast.largest_magnitude(x)
+    fast = _encoder(x, TensorScheme("fp8", "tensor"))
+    return reference.largest_magnitude(x) if fast is None else fast.largest_magnitude(x)
 
 
 def encode(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None) -> QuantizedTensor:
     """See `rlq.quantize.reference.encode`."""
-    fast = _cpu(x)
-    if fast is None or not fast.can_encode(scheme, x.shape):
-        return reference.encode(x, scheme, given)
-    return fast.encode(x, scheme, given)
+    fast = _encoder(x, scheme)
+    return reference.encode(x, scheme, given) if fast is None else fast.encode(x, scheme, given)
 
 
 def decode(q: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
     """See `rlq.quantize.reference.decode`."""
     fast = _cpu(q.codes)
+    if fast is None and q.codes.device.type == "cuda" and (cuda := _load_cuda()) is not None:
+        fast = cuda if cuda.can_decode(q, dtype) else None
     return reference.decode(q, dtype) if fast is None or not q.codes.numel() else fast.decode(q, dtype)
+
+
+def _encoder(x: torch.Tensor, scheme: TensorScheme):
+    """The fast path that takes `x` under `scheme`, or None."""
+    if x.device.type == "cuda":
+        cuda = _load_cuda()
+        return cuda if cuda is not None and cuda.can_encode(scheme, x) else None
+    fast = _cpu(x)
+    return fast if fast is not None and fast.can_encode(scheme, x.shape) else None
 
 
 def _cpu(x: torch.Tensor):
@@ -115,11 +124,20 @@ def _load_cpu():
     return cpu
 
 
+@functools.cache
+def _load_cuda():
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from . import cuda
+
+    return cuda
+
+
 def check_scales(q: QuantizedTensor, x: torch.Tensor) -> None:
-    """Refuse what `x` became if it holds NaN or infinity: then, and only then, the scale of a tile is NaN."""
+    """Refuse what `x` became if it holds NaN or infinity: then, and only then, the scale of a tile is not finite."""
     if q.scale.numel():
         top = q.scale.max().item()  # NaN if any is
-        if top == 0xFF if q.scale.dtype == torch.uint8 else math.isnan(top):
+        if top == 0xFF if q.scale.dtype == torch.uint8 else not math.isfinite(top):
             raise refusal(x)
 
 

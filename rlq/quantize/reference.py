@@ -16,6 +16,7 @@ A tile of zeros gets zero codes and a finite scale: fp32's epsilon, E4M3's 0.125
 E8M0's smallest. The sign of zero is kept: -0 and tiny negative numbers get the code of -0 in the float formats.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 
@@ -29,7 +30,9 @@ ZERO_TILE_SCALE = torch.finfo(torch.float32).eps
 ZERO_BLOCK_SCALE = 0.125
 TINY = torch.finfo(torch.float32).tiny
 # Elements that are worked on at a time: temporaries stay in a CPU's cache, and far below the size of a large tensor.
+# A GPU needs more of them to be busy; its temporaries then take a few hundred MiB.
 CHUNK = 1 << 17
+DEVICE_CHUNK = 1 << 24
 
 
 def spans_tensor(scheme: TensorScheme) -> bool:
@@ -41,7 +44,9 @@ def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
     """amax(|x|), fp32 (1,); NaN or infinity where some element is, 0 for an empty tensor."""
     rows = as_rows(x)
     parts = [
-        rows[top:bottom].to(torch.float32).abs().max() for top, bottom in row_chunks(rows.shape, 1) if rows.numel()
+        rows[top:bottom].to(torch.float32).abs().max()
+        for top, bottom in row_chunks(rows.shape, 1, x.device)
+        if rows.numel()
     ]
     return torch.stack(parts).max().reshape(1) if parts else torch.zeros(1, device=x.device)
 
@@ -81,7 +86,7 @@ def encode(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None = N
     scale_dtype = torch.float32 if scheme.block_format is None else ELEMENTS[scheme.block_format.scale].dtype
     scale = torch.empty(scale_shape(rows.shape, scheme), dtype=scale_dtype, device=x.device)
     whole = given if scheme.granularity == "tensor" else None
-    for top, bottom in row_chunks(rows.shape, 1 if whole is not None else tile[0]):
+    for top, bottom in row_chunks(rows.shape, 1 if whole is not None else tile[0], x.device):
         chunk = rows[top:bottom].to(torch.float32)
         if whole is not None:
             quotient = chunk / whole
@@ -105,10 +110,10 @@ def decode(q: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
     codes = q.codes.reshape(rows_shape[0], -1) if q.codes.numel() else q.codes.new_empty(rows_shape[0], 0)
     scale = q.scale.view(scale_shape(rows_shape, q.scheme))
     tile = q.scheme.tile(*rows_shape)
-    values = q.scheme.element.values.to(q.codes.device)
+    values = values_on(q.scheme.element, q.codes.device)
     out = torch.empty(rows_shape, dtype=dtype, device=q.codes.device)
     whole = q.scheme.granularity == "tensor"
-    for top, bottom in row_chunks(rows_shape, 1 if whole else tile[0]):
+    for top, bottom in row_chunks(rows_shape, 1 if whole else tile[0], codes.device):
         value = values[unpack(codes[top:bottom], q.scheme.element, rows_shape[1]).int()]
         if whole:
             out[top:bottom] = value * scale
@@ -122,11 +127,16 @@ def decode(q: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
 
 def encode_activations(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None = None) -> torch.Tensor:
     """See `rlq.quantize.quantize_activations`."""
-    if given is None and spans_tensor(scheme):
-        per_token = scheme.block_format is not None
-        amax = as_rows(x).abs().amax(-1, keepdim=True).float() if per_token and x.numel() else largest_magnitude(x)
-        given = tensor_scale(amax, scheme)
-    return torch.where(x.isfinite(), encode(x, scheme, given).dequantize(x.dtype), torch.nan)
+    given = activation_scale(x, scheme) if given is None else given
+    return torch.where(x.isfinite(), decode(encode(x, scheme, given), x.dtype), torch.nan)
+
+
+def activation_scale(x: torch.Tensor, scheme: TensorScheme) -> torch.Tensor | None:
+    """The scale that spans an input without a calibrated one, per token for NVFP4; None if the scheme has none."""
+    if not spans_tensor(scheme):
+        return None
+    per_token = scheme.block_format is not None and x.numel() > 0
+    return tensor_scale(as_rows(x).abs().amax(-1, keepdim=True).float() if per_token else largest_magnitude(x), scheme)
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -134,17 +144,34 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def row_chunks(shape: torch.Size, multiple: int) -> Iterator[tuple[int, int]]:
+def row_chunks(shape: torch.Size, multiple: int, device: torch.device | None = None) -> Iterator[tuple[int, int]]:
     """Split the rows of a matrix into ranges of about CHUNK elements, whole tiles of `multiple` rows each."""
-    step = max(CHUNK // max(shape[1], 1) // multiple, 1) * multiple
+    size = CHUNK if device is None or device.type == "cpu" else DEVICE_CHUNK
+    step = max(size // max(shape[1], 1) // multiple, 1) * multiple
     return ((top, min(top + step, shape[0])) for top in range(0, shape[0], step))
+
+
+def values_on(element: Format, device: torch.device) -> torch.Tensor:
+    """`Format.values` on a device; copied there once, because a copy waits and cannot be part of a CUDA graph."""
+    return element.values if device.type == "cpu" else _values_on(element.name, device)
+
+
+@functools.cache
+def _values_on(name: str, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return ELEMENTS[name].values.to(device)
+
+
+def _on(device: torch.device, value: float) -> torch.Tensor:
+    """A divisor on the device, filled in there."""
+    return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def effective_scale(stored: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None) -> torch.Tensor:
     """What a code is multiplied with, fp32, from the scale as it is stored."""
     if scheme.block_format is None:
         return stored
-    table = ELEMENTS[scheme.block_format.scale].values.to(stored.device)
+    table = values_on(ELEMENTS[scheme.block_format.scale], stored.device)
     scale = table[stored.view(torch.uint8).int()]
     return scale if given is None else scale / given
 
@@ -157,15 +184,13 @@ def _stored_scale(amax: torch.Tensor, scheme: TensorScheme, given: torch.Tensor 
     if given is None:
         return _e8m0_scale(amax, scheme.element)
     scale = ELEMENTS[scheme.block_format.scale]
-    wanted = amax / torch.tensor(scheme.element.max_finite, device=amax.device) * given
+    wanted = amax / _on(amax.device, scheme.element.max_finite) * given
     stored = wanted.clamp(max=scale.max_finite).to(scale.dtype)
-    return torch.where(stored.float() == 0, torch.tensor(ZERO_BLOCK_SCALE, device=amax.device), stored.float()).to(
-        scale.dtype
-    )
+    return torch.where(stored.float() == 0, ZERO_BLOCK_SCALE, stored.float()).to(scale.dtype)
 
 
 def _fp32_scale(amax: torch.Tensor, element: Format) -> torch.Tensor:
-    scale = amax / torch.tensor(element.max_finite, dtype=torch.float32, device=amax.device)
+    scale = amax / _on(amax.device, element.max_finite)
     return torch.where(scale == 0, ZERO_TILE_SCALE, scale)
 
 
@@ -199,7 +224,7 @@ def _round(quotient: torch.Tensor, element: Format) -> torch.Tensor:
         return (quotient.round_().nan_to_num_() + element.bias).to(torch.int8).view(torch.uint8)
     if element.bits == 8:
         return quotient.to(element.dtype).view(torch.uint8)
-    positive = element.values[: 1 << element.bits - 1].to(quotient.device)
+    positive = values_on(element, quotient.device)[: 1 << element.bits - 1]
     middles = (positive[1:] + positive[:-1]) / 2
     magnitude = quotient.abs().contiguous()
     low, high = (torch.bucketize(magnitude, middles, right=right, out_int32=True) for right in (False, True))

@@ -18,8 +18,10 @@ MODEL = ROOT / "configs/models/sort_digits"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "kernel"), [("int8", "CompressedTensorsW8A8Int8")])
-def test_vllm_alone_serves_what_rlq_writes(scheme, kernel, tmp_path):
+@pytest.mark.parametrize(
+    ("scheme", "method", "kernel"), [("int8", "CompressedTensorsW8A8Int8", "CPUInt8ScaledMMLinearKernel")]
+)
+def test_vllm_alone_serves_what_rlq_writes(scheme, method, kernel, tmp_path):
     """INT8 is the only scheme for which vLLM has a kernel on every x86 CPU.
 
     The kernel is no oracle of the emulation: measured here, its log-probs are 0.011 nats from the emulated ones and
@@ -34,8 +36,10 @@ def test_vllm_alone_serves_what_rlq_writes(scheme, kernel, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     answer = json.loads(done.stdout.splitlines()[-1])
-    assert answer["schemes"] == [kernel]
+    assert answer["schemes"] == [method]
     config = json.loads((MODEL / "config.json").read_text())
+    # qkv, o, gate_up and down of every layer, and nothing else: embeddings and head are not linear layers to vLLM.
+    assert answer["kernels"] == {kernel: 4 * config["num_hidden_layers"]}
     reference = TransformersSampler(config, Scheme.preset(scheme))
     reference.install(read_directory(tmp_path / "out"))
     gaps = []
