@@ -20,6 +20,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 def main(default_config: str, argv: list[str] | None = None) -> int:
     """Run and return the exit code: 0 done, 1 with one line on stderr for every error that rlq foresees."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("samplers").setLevel(logging.INFO)  # one line: what multiplies
     logging.getLogger("ray._private.authentication").setLevel(
         logging.ERROR
     )  # announces that tokens are on, as they should be

@@ -28,6 +28,8 @@ class Engine(Protocol):
 
     scheme: Scheme
     """Model scheme that it serves."""
+    runs: str
+    """What multiplies, in one line."""
 
     def stage(self, version: Snapshot | Delta) -> Any:
         """Check a version and prepare the switch to it, while the one before is served; in any thread."""
@@ -51,11 +53,12 @@ class Engine(Protocol):
 
 
 class Place(NamedTuple):
-    """Where an actor runs."""
+    """Where an actor runs, and what."""
 
     host: str
     pid: int
     node: str
+    runs: str
 
 
 class Answer(NamedTuple):
@@ -86,7 +89,7 @@ class SamplerActor:
 
     def where(self) -> Place:
         """Host, process and Ray node, for messages, and to tell a lost node from a lost process."""
-        return Place(socket.gethostname(), os.getpid(), ray.get_runtime_context().get_node_id())
+        return Place(socket.gethostname(), os.getpid(), ray.get_runtime_context().get_node_id(), self.engine.runs)
 
     @ray.method(concurrency_group=SHIP)
     def stage(self, ticket: Ticket) -> float:

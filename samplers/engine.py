@@ -76,9 +76,13 @@ class VllmSampler:
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
         from vllm import LLM
 
-        from . import plugin, staging, storage
+        from . import hardware, plugin, staging, storage
 
         plugin.register()
+        plan = hardware.kernel_plan(scheme, torch.cuda.get_device_capability() if torch.cuda.is_available() else None)
+        if options.arithmetic == "auto":
+            # vLLM's kernels multiply 16-bit inputs.
+            options = replace(options, arithmetic="emulated" if options.dtype == "float32" else plan.arithmetic)
         self.scheme = scheme
         self.options = options
         self.version: int | None = None
@@ -106,6 +110,8 @@ class VllmSampler:
         self._digest = ""  # of the served version
         self._own: dict[str, bytes] = {}  # its tensors' parts of that
         self._commits = 0
+        line = hardware.describe(self._on_model(hardware.running_kernels), scheme)
+        self.runs = f"{line}; {plan.note}" if plan.note else line
         self._on_model(staging.drop_unused_pack)
         self._in_place: bool = self._on_model(storage.placeable)
         # On a GPU the copies beside the served version would take the cache's memory, and making them is fast.

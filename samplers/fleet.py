@@ -138,6 +138,8 @@ class Fleet:
         try:
             for member, place in zip(self.members, ray.get(refs), strict=True):
                 member.where = place
+            for line in sorted({member.where.runs for member in self.members if member.where}):
+                logger.info("samplers: %s", line)
         except RayActorError as error:
             self.close()
             raise SamplerError(f"a sampler could not start: {last_line(error)}") from None

@@ -21,7 +21,7 @@ class EngineOptions:
     kv_cache_bytes: int = 64 << 20
     """Size of the KV cache in bytes."""
     arithmetic: str = "emulated"
-    """`emulated` (rlq's plugin, any device) or `kernel` (vLLM's own compressed-tensors kernels)."""
+    """`emulated` (rlq's plugin, any device), `kernel` (vLLM's own compressed-tensors kernels) or `auto`."""
     dtype: str = "float32"
     """Compute dtype of everything that the scheme leaves alone."""
     enforce_eager: bool = True
@@ -59,6 +59,13 @@ class SamplerConfig:
         default=None,
         metadata={"help": "Modules kept in bf16 (exact names or re: patterns); default: head, norms, gates."},
     )
+    sampler_per_layer: list[str] | None = field(
+        default=None,
+        metadata={"help": "Other schemes for some modules, as PATTERN=SCHEME, such as re:.*down_proj=fp8."},
+    )
+    sampler_kv_cache: str | None = field(
+        default=None, metadata={"help": "Round keys and values as they enter the cache: fp8, int8 or int4."}
+    )
     num_samplers: int = field(default=2, metadata={"help": "Ray actors, one vLLM engine each."})
     sampler_num_cpus: float = field(default=1, metadata={"help": "CPUs per actor, also its thread count."})
     sampler_num_gpus: float = field(default=0, metadata={"help": "GPUs per actor; 0 samples on the CPU."})
@@ -66,8 +73,11 @@ class SamplerConfig:
     sampler_max_num_seqs: int = field(default=128, metadata={"help": "Completions that one engine decodes together."})
     sampler_kv_cache_mib: int = field(default=64, metadata={"help": "KV cache per engine in MiB."})
     sampler_arithmetic: str = field(
-        default="emulated",
-        metadata={"help": "emulated (exact values, any device) or kernel (vLLM's own, needs a GPU)."},
+        default="auto",
+        metadata={
+            "help": "kernel (vLLM's own), emulated (exact values, any device), or auto: a kernel where the GPU has one "
+            "and sampler_dtype has 16 bits."
+        },
     )
     sampler_dtype: str = field(default="float32", metadata={"help": "Compute dtype outside the scheme."})
     sampler_enforce_eager: bool = field(default=True, metadata={"help": "No CUDA graphs."})
@@ -106,12 +116,25 @@ class SamplerConfig:
             raise ConfigError("sampler_transport directory needs sampler_transport_dir, an absolute path")
         if self.sampler_placement not in PLACEMENTS:
             raise ConfigError(f"sampler_placement is {self.sampler_placement!r}; use one of {', '.join(PLACEMENTS)}")
-        if self.sampler_arithmetic not in ("emulated", "kernel"):
-            raise ConfigError(f"sampler_arithmetic is {self.sampler_arithmetic!r}; use emulated or kernel")
+        if self.sampler_arithmetic not in ("auto", "emulated", "kernel"):
+            raise ConfigError(f"sampler_arithmetic is {self.sampler_arithmetic!r}; use auto, emulated or kernel")
+        if self.sampler_arithmetic == "kernel" and self.sampler_kv_cache is not None:
+            raise ConfigError(
+                f"vLLM's kernels have no {self.sampler_kv_cache} cache scaled per token and head; leave "
+                "sampler_kv_cache out or set sampler_arithmetic: emulated"
+            )
 
     def scheme(self) -> Scheme:
         """The model scheme that the fields name."""
-        return Scheme.preset(self.sampler_scheme, ignore=self.sampler_ignore)
+        pairs = [pair.rpartition("=") for pair in self.sampler_per_layer or []]
+        if any(not pattern for pattern, _, _ in pairs):
+            raise ConfigError(f"sampler_per_layer is {self.sampler_per_layer}; write PATTERN=SCHEME")
+        return Scheme.preset(
+            self.sampler_scheme,
+            ignore=self.sampler_ignore,
+            per_layer={pattern: scheme for pattern, _, scheme in pairs},
+            kv_cache=self.sampler_kv_cache,
+        )
 
     def engine(self) -> EngineOptions:
         """The part that an engine sees."""

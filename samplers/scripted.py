@@ -38,6 +38,8 @@ class Script:
 class ScriptedEngine:
     """Answers with tokens that name their seed and version, so that a test can tell who sampled what."""
 
+    runs = "scripted"
+
     def __init__(self, script: Script, scheme: Scheme):
         self.script, self.scheme = script, scheme
         self.version: int | None = None

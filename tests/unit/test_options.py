@@ -105,7 +105,20 @@ def test_a_scheme_unlike_any_other_lists_the_presets():
 
 
 @pytest.mark.parametrize(
-    "fields", [{"num_samplers": 0}, {"num_samplers": -1}, {"sampler_arithmetic": "emulate"}], ids=str
+    "fields",
+    [
+        {"num_samplers": 0},
+        {"num_samplers": -1},
+        {"sampler_arithmetic": "emulate"},
+        {"sampler_kv_cache": "fp8", "sampler_arithmetic": "kernel"},
+        {"sampler_per_layer": ["fp8"]},
+        {"sampler_transport": "carrier_pigeon"},
+        {"sampler_transport": "directory"},
+        {"sampler_transport": "directory", "sampler_transport_dir": "relative/folder"},
+        {"sampler_placement": "SCATTER"},
+        {"sampler_whole_every": 0},
+    ],
+    ids=str,
 )
 def test_samplers_that_cannot_run_are_refused(fields):
     with pytest.raises(ConfigError) as error:
@@ -133,6 +146,20 @@ def test_fields_reach_the_scheme_and_the_engine():
         dtype="bfloat16",
         enforce_eager=False,
     )
+
+
+def test_options_of_a_scheme_reach_it():
+    settings = SamplerConfig(
+        sampler_scheme="nvfp4", sampler_per_layer=["re:.*down_proj=fp8", "lm_head=w8a16"], sampler_kv_cache="int8"
+    )
+    per_layer = {"re:.*down_proj": "fp8", "lm_head": "w8a16"}
+    assert settings.scheme() == Scheme.preset("nvfp4", per_layer=per_layer, kv_cache="int8")
+
+
+def test_fields_reach_the_pool():
+    settings = SamplerConfig(num_samplers=3, sampler_placement="SPREAD", sampler_max_restarts=7, sampler_whole_every=9)
+    options = settings.pool()
+    assert (options.num_samplers, options.placement, options.max_restarts, options.whole_every) == (3, "SPREAD", 7, 9)
 
 
 # ---- bridge
