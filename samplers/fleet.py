@@ -6,6 +6,7 @@ restarts are used up.
 """
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,8 @@ FLAPS = 3
 """Failures in a row, without proof of a version in between, after which an actor rests while others work."""
 REST = 10
 """Versions for which it rests."""
+NODE_LOSS_S = 15.0
+"""Seconds that Ray gets to notice that a node is gone, before a failure on it ends the run."""
 
 
 @dataclass(eq=False)
@@ -79,7 +82,7 @@ class Fleet:
 
     def __init__(self, factory: Callable[..., Engine], args: tuple, scheme: Scheme, options: PoolOptions):
         self.factory, self.args, self.scheme, self.options = factory, args, scheme, options
-        self.restarts = 0
+        self._failed_on: list[str | None] = []  # node of every failure
         self.members: list[Member] = []
         self.resting: list[tuple[Member, int]] = []
         self._versions = 0
@@ -153,8 +156,7 @@ class Fleet:
         Raises:
             SamplerError: the restarts are used up.
         """
-        lost_node = member.where is not None and member.where.node not in alive_nodes()
-        reason = f"{member} failed while {phase}: {last_line(error)}" + (", its node is gone" if lost_node else "")
+        reason = f"{member} failed while {phase}: {last_line(error)}"
         member.failures += 1
         if member.failures >= FLAPS and len(self.members) > 1:
             logger.warning("%s; %d times in a row, going on without it for %d versions", reason, member.failures, REST)
@@ -162,8 +164,10 @@ class Fleet:
             self.members.remove(member)
             self.resting.append((member, self._versions + REST))
             return False
-        if not lost_node:  # losing a node is nobody's fault, and costs as many restarts as it held actors
-            self.restarts += 1
+        self._failed_on.append(member.where.node if member.where else None)
+        deadline = time.monotonic() + (NODE_LOSS_S if len(alive_nodes()) > 1 else 0.0)
+        while self.restarts > self.options.max_restarts and time.monotonic() < deadline:
+            time.sleep(1)  # an actor is missed sooner than its node
         if self.restarts > self.options.max_restarts:
             raise SamplerError(
                 f"{reason}; all {self.options.max_restarts} restarts are used, raise sampler_max_restarts to go on"
@@ -182,6 +186,12 @@ class Fleet:
             self._renew(member)
         self.members += back
         return back
+
+    @property
+    def restarts(self) -> int:
+        """Failures so far, without those of nodes that are gone: that is nobody's fault, and costs many at once."""
+        alive = alive_nodes()
+        return sum(node is None or node in alive for node in self._failed_on)
 
     def _renew(self, member: Member) -> None:
         ray.kill(member.actor)
