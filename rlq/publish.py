@@ -89,7 +89,7 @@ def snapshot(
     """
     named = list(named_tensors)
     live = {tensor.data_ptr() for _, tensor in named}
-    weights = bf16_checkpoint(named)
+    weights = bf16_checkpoint(named, check=False)  # quantizing does
     check_scheme(scheme, {name: weight.shape for name, weight in weights.items()})
     tensors: dict[str, torch.Tensor] = {}
     for _, wire in quantize_weights(weights, scheme, input_amax):

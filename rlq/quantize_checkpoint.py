@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 from .calibrate import calibrate_checkpoint
-from .checkpoint import check_finite
 from .checkpoint_files import INDEX, CheckpointFiles
 from .cli import Outcome
 from .errors import ConfigError, SnapshotError
@@ -155,7 +154,6 @@ class _Shard(Mapping[str, torch.Tensor]):
         tensor = self.files[name]
         if tensor.is_floating_point():
             tensor = tensor.to(torch.bfloat16)
-            check_finite({name: tensor})
         return tensor
 
     def __contains__(self, name: object) -> bool:

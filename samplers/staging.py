@@ -8,54 +8,68 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from rlq.delta import Patch, flat_integers
+from rlq.delta_codec import differing
 from rlq.publish import own_digest
 
 from .emulated import EmulatedLinearMethod
-from .storage import slots
+from .storage import is_padded, slots
 
 SPARSE = 8
-"""A tensor is patched if at most one in so many elements changed: a position takes twice the bytes of a value."""
+"""A tensor is patched if at most one in so many elements changed: a position takes as much as the value."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Write:
-    """New values for one parameter of the engine."""
+    """A parameter's next values. Applied, it holds the last ones, so that freeing them is no part of the pause."""
 
     parameter: torch.nn.Parameter
     """Where they go."""
-    where: torch.Tensor | None
-    """Flat positions (int64), or None for all of it."""
     values: torch.Tensor
-    """As many, in the parameter's dtype."""
+    """All of them."""
 
     def apply(self) -> None:
         """Make them the engine's."""
-        if self.where is not None:
-            self.parameter.data.view(-1)[self.where] = self.values
-        elif self.parameter.device.type == "cpu":
-            self.parameter.data = self.values
+        if self.parameter.device.type == "cpu":
+            self.parameter.data, self.values = self.values, self.parameter.data
         else:
             self.parameter.data.copy_(self.values)  # captured graphs hold the address
 
 
 @dataclass(frozen=True)
+class Steps:
+    """What changes in a parameter on the CPU."""
+
+    parameter: torch.nn.Parameter
+    """Where."""
+    where: np.ndarray
+    """Flat positions, ascending."""
+    steps: np.ndarray
+    """New minus old there, as the unsigned integers that the elements are stored as."""
+
+    def apply(self) -> None:
+        """Make them."""
+        flat_integers(self.parameter.data)[self.where] += self.steps
+
+
+@dataclass
 class Packed:
     """The head's next matrix product: on a CPU it computes with a packed copy of the weight, which goes stale."""
 
     head: torch.nn.Module
     """The head."""
     product: Callable
-    """`cpu_linear` of the next version."""
+    """`cpu_linear` of the next version; applied, that of the last."""
 
     def apply(self) -> None:
         """Make it the engine's."""
-        self.head.cpu_linear = self.product  # type: ignore[assignment]  # vLLM's attribute, not a parameter
+        self.head.cpu_linear, self.product = self.product, self.head.cpu_linear  # type: ignore[assignment]
 
 
-Step = tuple[list[Write | Packed], dict[str, bytes]]
+Step = tuple[list[Write | Steps | Packed], dict[str, bytes]]
 
 
 def prepare(
@@ -75,17 +89,20 @@ def prepare(
     for name, change in changes:
         slot = known[name]
         key = id(slot.module)
-        fresh = change if isinstance(change, torch.Tensor) else _patched(slot.read(), change)
+        whole = isinstance(change, torch.Tensor)
+        fresh = change if whole else _patched(slot.read(), change)
         digests.setdefault(key, {})[name] = own_digest(name, fresh)
         image = images.setdefault(key, {})
         if slot.leaf not in image:
-            # A patch leaves the rest as it is, and so does a tensor that is one shard of a fused parameter.
-            image[slot.leaf] = getattr(slot.module, slot.leaf).data.clone()
+            data = getattr(slot.module, slot.leaf).data
+            # What a patch, or the padding of a vocabulary, leaves as it is has to be there.
+            image[slot.leaf] = torch.empty_like(data) if whole and not is_padded(slot.module) else data.clone()
         slot.write(fresh, image[slot.leaf])
         missing[key] -= 1
         if not missing[key]:
+            del fresh, change
             image = images.pop(key)
-            yield [*_writes(slot.module, image), *_packed(model, slot.module, image)], digests.pop(key)
+            yield [*_writes(slot.module, image, whole), *_packed(model, slot.module, image)], digests.pop(key)
 
 
 def _patched(tensor: torch.Tensor, patch: Patch) -> torch.Tensor:
@@ -93,13 +110,15 @@ def _patched(tensor: torch.Tensor, patch: Patch) -> torch.Tensor:
     return tensor
 
 
-def _writes(module: torch.nn.Module, image: dict[str, torch.Tensor]) -> list[Write]:
+def _writes(module: torch.nn.Module, image: dict[str, torch.Tensor], whole: bool) -> list[Write | Steps]:
     """What turns a module's parameters, and what it derives from them, into those of the image."""
     parameters = dict(module.named_parameters(recurse=False))
     method = getattr(module, "quant_method", None)
     if isinstance(method, EmulatedLinearMethod):
         image |= method.derive(module, parameters | image)
-    return [write for leaf, new in image.items() if (write := _difference(parameters[leaf], new)) is not None]
+    return [
+        Write(parameters[leaf], new) if whole else _difference(parameters[leaf], new) for leaf, new in image.items()
+    ]
 
 
 def _packed(model: torch.nn.Module, module: torch.nn.Module, image: dict[str, torch.Tensor]) -> list[Packed]:
@@ -121,16 +140,10 @@ def drop_unused_pack(model: torch.nn.Module) -> None:
             del module.cpu_linear
 
 
-def _difference(parameter: torch.nn.Parameter, new: torch.Tensor) -> Write | None:
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[new.element_size()]
+def _difference(parameter: torch.nn.Parameter, new: torch.Tensor) -> Write | Steps:
     old = parameter.data
-    if not (old.is_contiguous() and new.is_contiguous()):
-        return Write(parameter, None, new)
-    differs = old.view(-1).view(integer) != new.view(-1).view(integer)
-    count = int(differs.count_nonzero())
-    if count * SPARSE > new.numel():
-        return Write(parameter, None, new)
-    if count == 0:
-        return None
-    where = differs.nonzero()[:, 0]
-    return Write(parameter, where, new.view(-1)[where])
+    if old.device.type != "cpu" or not (old.is_contiguous() and new.is_contiguous()):
+        return Write(parameter, new)
+    where, steps = differing(flat_integers(old), flat_integers(new))
+    # Copies: what was found lies in room for a change of everything.
+    return Write(parameter, new) if where.size * SPARSE > new.numel() else Steps(parameter, where.copy(), steps.copy())

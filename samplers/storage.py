@@ -104,6 +104,11 @@ def _shards(
     return list(tensor.split(module.logical_widths)) if count > 1 else [tensor]  # type: ignore[arg-type]
 
 
+def is_padded(module: torch.nn.Module) -> bool:
+    """True if the layer may have rows that nobody publishes."""
+    return hasattr(module, "org_vocab_size")
+
+
 def _unpadded(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
     """Drop the rows that vLLM appends to a vocabulary to make it divisible."""
     rows = getattr(module, "org_vocab_size", None)

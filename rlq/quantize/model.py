@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from ..checkpoint import check_finite
 from ..errors import ConfigError, SnapshotError
 from ..schemes import EMBEDDINGS, LayerScheme, Scheme, fused_siblings
 from .dispatch import largest_magnitude, quantize
@@ -66,6 +67,7 @@ def quantize_weights(
         module = name.removesuffix(".weight")
         layer = scheme.layer(module, weight.ndim) if module != name else LayerScheme()
         if layer.weights is None:
+            check_finite({name: weight})
             yield name, {name: weight}
             continue
         amax = None
@@ -77,8 +79,10 @@ def quantize_weights(
                 amax = joint[group]
         try:
             wire = quantize(weight, layer.weights, amax=amax).to_wire()
-        except SnapshotError as error:
-            raise SnapshotError(f"{name}: {error}") from None
+        except SnapshotError:
+            fused = [f"{sibling}.weight" for sibling in (module, *fused_siblings(module))]
+            check_finite({n: weights[n] for n in fused if n in weights})  # says whose values they are
+            raise
         if layer.static:
             wire |= _input_scale(module, layer, input_amax or {})
         yield name, {f"{module}.{suffix}": tensor for suffix, tensor in wire.items()}
