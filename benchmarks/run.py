@@ -15,7 +15,10 @@ BENCHMARKS = {
     "sync": "sync.py",
     "delta": "delta.py",
     "step": "step.py",
+    "overlap": "step.py --overlap",
     "runs": "runs.py",
+    "kill": "kill.py",
+    "publish": "publish.py",
 }
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 

@@ -191,21 +191,37 @@ def main() -> None:
             row(f"{kind} lengths: mean completion, rlq tokens", m["rlq_length"]),
             row(f"{kind} lengths: mean completion, TRL tokens", m["trl_length"]),
         ]
-    for kind in LENGTHS:
+    report("step", rows)
+
+
+def overlap() -> None:
+    """What sampling ahead gives when learner and sampler have a core each."""
+    from common import report, row
+
+    rows = []
+    for kind, goal in (("fixed", None), ("long_tail", 1.25)):
         m = measure(kind, PINNED)
         gain = m["waiting"] / m["overlapping"]
-        goal = 1.25 if kind == "long_tail" else None
-        rows.append(
+        rows += [
+            row(f"{kind} lengths, a core each: on-policy step, s", m["waiting"]),
             row(
-                f"{kind} lengths, one core for the learner and one for a sampler: step on-policy over async_steps 1",
-                gain, f">= {goal}" if goal else "", gain >= goal if goal else None,
-            )
-        )  # fmt: skip
-    report("step", rows)
+                f"{kind} lengths, a core each: on-policy step over step with async_steps 1",
+                gain,
+                f">= {goal}" if goal else "",
+                gain >= goal if goal else None,
+            ),
+        ]
+    report("overlap", rows)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--child", nargs=4, metavar=("SIDE", "KIND", "MODEL", "DIR"))
+    parser.add_argument("--overlap", action="store_true", help="learner and sampler on a core each, ahead or not")
     arguments = parser.parse_args()
-    child(*arguments.child) if arguments.child else main()
+    if arguments.child:
+        child(*arguments.child)
+    elif arguments.overlap:
+        overlap()
+    else:
+        main()

@@ -128,24 +128,30 @@ class Fleet:
         """Wait until every actor runs.
 
         Raises:
-            SamplerError: one did not start, or not in time.
+            SamplerError: one cannot start, did not in time, or died more often than `max_restarts` allows.
         """
-        refs: list[Any] = [member.actor.where.remote() for member in self.members]
-        _, late = ray.wait(refs, num_returns=len(refs), timeout=self.options.startup_timeout_s)
-        if late:
-            self.close()
-            raise SamplerError(
-                f"{len(late)} of {len(refs)} samplers did not start within {self.options.startup_timeout_s:.0f} s; "
-                "raise sampler_startup_timeout_s or look at the workers' logs"
-            )
-        try:
-            for member, place in zip(self.members, ray.get(refs), strict=True):
-                member.where = place
-            for line in sorted({member.where.runs for member in self.members if member.where}):
-                logger.info("samplers: %s", line)
-        except RayActorError as error:
-            self.close()
-            raise SamplerError(f"a sampler could not start: {last_line(error)}") from None
+        deadline = time.monotonic() + self.options.startup_timeout_s
+        waiting: dict[Any, Member] = {member.actor.where.remote(): member for member in self.members}
+        while waiting:
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(deadline - time.monotonic(), 0.0))
+            if not done:
+                self.close()
+                raise SamplerError(
+                    f"{len(waiting)} of {self.options.num_samplers} samplers did not start within "
+                    f"{self.options.startup_timeout_s:.0f} s; raise sampler_startup_timeout_s or look at the workers' "
+                    "logs"
+                )
+            member = waiting.pop(done[0])
+            try:
+                member.where = ray.get(done[0])
+            except RayActorError as error:
+                if error.actor_init_failed:  # it raised, and would again
+                    self.close()
+                    raise SamplerError(f"a sampler could not start: {last_line(error)}") from None
+                if self.replace(member, "starting", error):
+                    waiting[member.actor.where.remote()] = member
+        for line in sorted({member.where.runs for member in self.members if member.where}):
+            logger.info("samplers: %s", line)
 
     def replace(self, member: Member, phase: str, error: Exception) -> bool:
         """Put a fresh actor in the place of a dead or broken one; it serves nothing yet.

@@ -24,9 +24,9 @@ class Script:
     fault: str | None = None
     """`die` (kill the own process), `hang`, `corrupt` (flip a stored bit) or `miscompute` (score wrongly)."""
     phase: str | None = None
-    """Call in whose middle it happens: `stage`, `install`, `digest`, `score` or `generate`."""
+    """Call in whose middle it happens: `start`, `stage`, `install`, `digest`, `score` or `generate`."""
     on_version: int = 0
-    """Version at which it happens."""
+    """Version at which it happens; 0 for the start."""
     once: str | None = None
     """Path of a marker file: it happens only as long as that does not exist, and creates it; None: every time."""
     hang_s: float = 3600.0
@@ -44,6 +44,7 @@ class ScriptedEngine:
         self.script, self.scheme = script, scheme
         self.version: int | None = None
         self.served: Snapshot | None = None
+        self._act("start", 0)
 
     def _strikes(self, phase: str, version: int) -> bool:
         """True if the script's fault happens now."""

@@ -18,20 +18,38 @@ CASES += [("bf16", {"kv_cache": kv_cache}) for kv_cache in KV_CACHES]
 CASES += [("nvfp4", {"static": True}), ("nvfp4", MIXED)]
 
 
+def start(params: dict, folder: Path) -> tuple[subprocess.Popen, Path, Path]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    out, err = (folder / f"{len(list(folder.iterdir()))}-{stream}" for stream in ("out", "err"))
+    command = [sys.executable, str(WORKER), params["name"], json.dumps(params["options"])]
+    with out.open("w") as stdout, err.open("w") as stderr:
+        return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment), out, err
+
+
+@pytest.fixture(scope="module")
+def outcome(request, tmp_path_factory):
+    """The result of a case; while it runs, the next selected case runs beside it, because each takes one core."""
+    folder = tmp_path_factory.mktemp("workers")
+    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    cases = [item.callspec.params for item in here]
+    started: list = []
+
+    def of(params: dict) -> dict:
+        index = cases.index(params)
+        started.extend(start(case, folder) for case in cases[len(started) : index + 2])
+        process, out, err = started[index]
+        assert process.wait(timeout=600) == 0, err.read_text()[-3000:]
+        return json.loads(out.read_text().strip().splitlines()[-1])
+
+    yield of
+    for process, _, _ in started:
+        process.kill()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), CASES, ids=[f"{n}-{'-'.join(map(str, o))}".strip("-") for n, o in CASES])
-def test_reloads_and_arithmetic(name, options):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    result = subprocess.run(
-        [sys.executable, str(WORKER), name, json.dumps(options)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    found = json.loads(result.stdout.strip().splitlines()[-1])
+def test_reloads_and_arithmetic(name, options, outcome):
+    found = outcome({"name": name, "options": options})
     assert found["digests"] == [True] * 10
     assert found["tokens"] > 100
     # Two implementations add in different orders; rarely a quotient next to a tie rounds the other way, and then the

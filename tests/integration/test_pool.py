@@ -110,6 +110,15 @@ def test_an_actor_that_dies_while_installing_is_replaced_and_serves_the_new_vers
     pool.close()
 
 
+def test_an_actor_that_dies_while_starting_is_replaced(tmp_path, caplog):
+    pool = make_pool(fault="die", phase="start", once=str(tmp_path / "died"))
+    pool.install(snap(1))
+    assert tokens(pool.generate(REQUESTS, SAMPLING, version=1)) == EXPECTED
+    assert "failed while starting" in caplog.text
+    assert pool._fleet.restarts == 1
+    pool.close()
+
+
 def test_restarts_are_bounded():
     pool = make_pool(count=1, restarts=2, fault="die", phase="generate", on_version=1)
     pool.install(snap(1))
