@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_two_readers_open_one_ticket(way):
 def test_shared_memory_is_freed_on_release_and_says_so_to_late_readers():
     way = SharedMemory()
     ticket = way.send(1, snap(1))
-    held = ticket.open()
+    held: Any = ticket.open()
     way.release(ticket)
     assert same(held, snap(1)), "who has it mapped keeps it"
     with pytest.raises(SnapshotError, match="is gone or empty"):
