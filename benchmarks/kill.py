@@ -57,14 +57,15 @@ def main() -> None:
         for name in ("killed", "alone"):
             begun = time.monotonic()
             run = start(arguments.steps, Path(folder, name))
-            next_kill = begun + 2 * arguments.every
-            while run.poll() is None:
-                time.sleep(0.5)
-                alive = samplers(run) if name == "killed" and time.monotonic() > next_kill else []
-                if alive:
-                    os.kill(choose.choice(alive).pid, signal.SIGKILL)
-                    kills += 1
-                    next_kill += arguments.every
+            try:
+                while run.poll() is None:
+                    time.sleep(arguments.every if name == "killed" else 0.5)
+                    alive = samplers(run) if name == "killed" and Path(folder, name, "metrics.jsonl").exists() else []
+                    if alive:
+                        os.kill(choose.choice(alive).pid, signal.SIGKILL)
+                        kills += 1
+            finally:
+                run.terminate()
             seconds[name], codes[name] = time.monotonic() - begun, run.returncode
         found = {name: records(Path(folder, name)) for name in seconds}
     same = sum(a == b for a, b in zip(found["killed"], found["alone"], strict=False))
