@@ -7,11 +7,14 @@ Prints one JSON object. An engine changes process-wide state, so each scheme get
 
 import json
 import sys
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from rlq.publish import snapshot
+from rlq import delta
+from rlq.errors import SnapshotError
+from rlq.publish import Snapshot, own_digest, snapshot
 from rlq.schemes import Scheme
 from rlq.types import Request, Rollout, Sampling
 from samplers.engine import VllmSampler
@@ -61,6 +64,36 @@ def stepwise_score(reference: TransformersSampler, rollout: Rollout) -> torch.Te
     return torch.stack(found)
 
 
+@torch.no_grad()
+def deltas_leave_what_a_whole_version_does(engine: VllmSampler, policy: Any, base: Snapshot, input_amax: dict) -> bool:
+    """Twenty versions as deltas, then the last one whole: every parameter, derived ones too, has to be the same."""
+    last = base
+    for version in range(RELOADS, RELOADS + 20):
+        for parameter in policy.parameters():
+            parameter.add_(torch.randn(parameter.shape), alpha=1e-4 * version)
+        now = snapshot(policy.named_parameters(), base.scheme, version, input_amax)
+        engine.commit(engine.stage(delta.open_delta(delta.encode(last, now))))
+        last = now
+
+    def held() -> dict[str, bytes]:
+        return engine._on_model(lambda m: {n: own_digest(n, p.data.clone()) for n, p in m.named_parameters()})
+
+    after = held()
+    engine.install(last)
+    return after == held() and engine.digest() == last.digest
+
+
+def refuses_an_outdated_stage(engine: VllmSampler, snaps: list[Snapshot]) -> bool:
+    """What was prepared beside one version must not be written over another."""
+    outdated = engine.stage(snaps[0])
+    engine.install(snaps[1])
+    try:
+        engine.commit(outdated)
+    except SnapshotError:
+        return engine.version == snaps[1].version and engine.digest() == snaps[1].digest
+    return False
+
+
 def main() -> None:
     options = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
     scheme = Scheme.preset(sys.argv[1], **options)
@@ -83,11 +116,14 @@ def main() -> None:
     gaps = torch.cat([(score(reference, r) - torch.tensor(r.logprobs)).abs() for r in rollouts])
     plain = TransformersSampler(CONFIG.to_dict(), scheme=Scheme.preset("bf16"))
     plain.install(snapshot(policies[version].named_parameters(), plain.scheme, version))
+    deltas = deltas_leave_what_a_whole_version_does(engine, policies[version], snaps[version], input_amax)
     kl = torch.cat([torch.tensor(r.logprobs) - plain.score(r) for r in rollouts])
     print(
         json.dumps(
             {
                 "digests": digests,
+                "deltas": deltas,
+                "outdated": refuses_an_outdated_stage(engine, snaps),
                 "tokens": len(gaps),
                 "gap_mean": float(gaps.mean()),
                 "gap_median": float(gaps.median()),

@@ -1,4 +1,4 @@
-"""Every scheme in a real vLLM engine: ten reloads read back bit for bit, log-probs like the transformers reference."""
+"""Every scheme in a real vLLM engine: ten reloads and twenty deltas read back bit for bit, and log-probs compared."""
 
 import json
 import os
@@ -51,6 +51,8 @@ def outcome(request, tmp_path_factory):
 def test_reloads_and_arithmetic(name, options, outcome):
     found = outcome({"name": name, "options": options})
     assert found["digests"] == [True] * 10
+    assert found["deltas"]
+    assert found["outdated"]
     assert found["tokens"] > 100
     # Two implementations add in different orders; rarely a quotient next to a tie rounds the other way, and then the
     # difference spreads. The bulk agrees to float32 rounding.
