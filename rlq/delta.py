@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -190,11 +190,6 @@ def open_delta(blob: bytes | memoryview) -> Delta:
     return Delta(info, parts, body, header["classes"])
 
 
-def inspect(blob: bytes | memoryview) -> DeltaInfo:
-    """What a delta carries; raises as `open_delta` does."""
-    return open_delta(blob).info
-
-
 def apply(base: Snapshot, blob: bytes | memoryview) -> Snapshot:
     """Make the new version; `base` is not touched, and unchanged tensors are shared with it.
 
@@ -209,27 +204,6 @@ def apply(base: Snapshot, blob: bytes | memoryview) -> Snapshot:
     if found != info.digest:
         raise SnapshotError(f"the delta makes {found[:12]}, not the published {info.digest[:12]}; send it whole")
     return Snapshot(tensors, info.version, info.scheme, info.digest)
-
-
-def changes(
-    base: Mapping[str, Callable[[], torch.Tensor]], version: int | None, digest: str, blob: bytes | memoryview
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that differ, in their new form, each as it is asked for.
-
-    Whoever overwrites the base with them holds one extra tensor at a time; the digest of the result is theirs to check.
-
-    Args:
-        base: per name, what reads the tensor; CPU, contiguous.
-        version: version of the base.
-        digest: its digest.
-        blob: what `encode` made.
-
-    Raises:
-        SnapshotError: damaged bytes, or another base; before anything is yielded.
-    """
-    opened = open_delta(blob)
-    opened.check_base(version, digest)
-    return ((name, _patched(base[name](), patch)) for name, patch in opened.patches())
 
 
 def _patched(old: torch.Tensor, patch: Patch) -> torch.Tensor:

@@ -47,7 +47,7 @@ def test_the_result_is_the_new_version(scheme, lr):
     assert (made.version, made.scheme, made.digest) == (4, new.scheme, new.digest)
     assert tensor_digest(made.tensors) == tensor_digest(new.tensors)
     assert list(made.tensors) == list(new.tensors)
-    info = delta.inspect(blob)
+    info = delta.open_delta(blob).info
     assert (info.base_version, info.version, info.digest) == (3, 4, new.digest)
     assert info.elements == sum(t.numel() for t in new.tensors.values())
     assert (info.changed == 0) == (len(delta.open_delta(blob).names) == 0)
