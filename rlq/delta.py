@@ -67,6 +67,11 @@ class Patch:
         """Turn the old tensor's flat unsigned view into the new one's."""
         integers[slice(None) if self.where is None else self.where] = self.fresh(integers)
 
+    def apply_to(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Turn the old tensor (contiguous, on the CPU) into the new one, in place, and return it."""
+        self.apply_(flat_integers(tensor))
+        return tensor
+
 
 @dataclass(frozen=True)
 class Part:
@@ -121,6 +126,21 @@ class Delta:
         for part in self.parts:
             yield part.name, _decode(part, self.body[start : start + part.nbytes], classes, steps)
             start += part.nbytes
+
+    def apply(self, base: Snapshot) -> Snapshot:
+        """Make the new version; `base` is not touched, and unchanged tensors are shared with it.
+
+        Raises:
+            SnapshotError: another base than the one the delta was made from, or a result whose digest is not the
+                published one.
+        """
+        self.check_base(base.version, base.digest)
+        changed = {name: patch.apply_to(base.tensors[name].clone()) for name, patch in self.patches()}
+        info, tensors = self.info, base.tensors | changed
+        found = tensor_digest(tensors)
+        if found != info.digest:
+            raise SnapshotError(f"the delta makes {found[:12]}, not the published {info.digest[:12]}; send it whole")
+        return Snapshot(tensors, info.version, info.scheme, info.digest)
 
 
 def encode(base: Snapshot, new: Snapshot) -> bytes:
@@ -191,25 +211,8 @@ def open_delta(blob: bytes | memoryview) -> Delta:
 
 
 def apply(base: Snapshot, blob: bytes | memoryview) -> Snapshot:
-    """Make the new version; `base` is not touched, and unchanged tensors are shared with it.
-
-    Raises:
-        SnapshotError: damaged bytes, another base than the one the delta was made from, or a result whose digest is
-            not the published one.
-    """
-    opened = open_delta(blob)
-    opened.check_base(base.version, base.digest)
-    tensors = base.tensors | {name: _patched(base.tensors[name], patch) for name, patch in opened.patches()}
-    info, found = opened.info, tensor_digest(tensors)
-    if found != info.digest:
-        raise SnapshotError(f"the delta makes {found[:12]}, not the published {info.digest[:12]}; send it whole")
-    return Snapshot(tensors, info.version, info.scheme, info.digest)
-
-
-def _patched(old: torch.Tensor, patch: Patch) -> torch.Tensor:
-    new = old.clone()
-    patch.apply_(flat_integers(new))
-    return new
+    """Make the new version; raises as `open_delta` and `Delta.apply` do."""
+    return open_delta(blob).apply(base)
 
 
 def flat_integers(tensor: torch.Tensor) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 
 from .checkpoint import bf16_checkpoint
 from .errors import SnapshotError
+from .files import write_renamed
 from .quantize.model import check_scheme, quantize_weights
 from .schemes import Scheme
 
@@ -196,9 +196,7 @@ def write_directory(snap: Snapshot, directory: Path, config: dict) -> None:
 def write_manifest(directory: Path, scheme: Scheme, version: int, digest: str, more: dict) -> None:
     """Declare a directory complete."""
     manifest = {"version": version, "scheme": scheme.to_dict(), "digest": digest, **more}
-    partial = directory / (MANIFEST + ".partial")
-    partial.write_text(json.dumps(manifest, indent=2) + "\n")
-    os.replace(partial, directory / MANIFEST)
+    write_renamed(directory / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
 
 
 def read_directory(directory: Path) -> Snapshot:

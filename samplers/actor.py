@@ -92,11 +92,9 @@ class SamplerActor:
         return Place(socket.gethostname(), os.getpid(), ray.get_runtime_context().get_node_id(), self.engine.runs)
 
     @ray.method(concurrency_group=SHIP)
-    def stage(self, ticket: Ticket) -> float:
-        """Fetch, check and prepare a version; returns the seconds it took."""
-        start = time.perf_counter()
+    def stage(self, ticket: Ticket) -> None:
+        """Fetch, check and prepare a version."""
         self._staged = self.engine.stage(ticket.open())
-        return time.perf_counter() - start
 
     def commit(self) -> InstallReport:
         """Switch to what was staged last."""

@@ -192,7 +192,7 @@ class VllmSampler:
 
         tensors: dict[str, torch.Tensor] = self._on_model(storage.wire_tensors)
         for name, patch in version.patches():
-            patch.apply_(delta.flat_integers(tensors[name]))
+            patch.apply_to(tensors[name])
         return tensors
 
     def commit(self, staged: "Staged") -> InstallReport:

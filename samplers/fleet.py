@@ -182,7 +182,7 @@ class Fleet:
         self._renew(member)
         return True
 
-    def returning(self) -> list[Member]:
+    def returning(self) -> None:
         """Start the actors that have rested long enough; to be called once per version."""
         self._versions += 1
         back = [member for member, until in self.resting if until <= self._versions]
@@ -191,7 +191,6 @@ class Fleet:
             member.failures = 0
             self._renew(member)
         self.members += back
-        return back
 
     @property
     def restarts(self) -> int:

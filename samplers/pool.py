@@ -186,22 +186,22 @@ class SamplerPool:
         """Switch the staged actors, or wait for the first that gets there some other way."""
         reports = []
         self.version = None
+        for member in self._fleet.members:
+            member.serves = None
         start = time.perf_counter()
         waiting = {m.actor.commit.remote(): m for m in staged}
-        late = [m for m in self._fleet.members if m not in staged and m.joining is None]
         for ref, member in self._answers(waiting, start):
             try:
                 reports.append(_get(ref))
                 member.serves = snap.version
             except SnapshotError as error:
                 logger.warning("%s needs version %d whole: %s", member, snap.version, error)
-                late.append(member)
             except (RayActorError, SamplerError) as error:
                 self._replace(member, f"installing version {snap.version}", error)
         self.version = snap.version
-        late += self._fleet.returning()
+        self._fleet.returning()
         for member in self._fleet.members:
-            if member in late or (member.joining is None and member.serves != snap.version):
+            if member.joining is None and member.serves is None:
                 self._join(member)
         while not reports:
             reports += self._settle(block=True)

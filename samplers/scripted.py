@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from rlq.delta import Delta, flat_integers
+from rlq.delta import Delta
 from rlq.errors import SamplerError, SnapshotError
 from rlq.publish import Snapshot, TensorSpec, check_specs, tensor_digest
 from rlq.schemes import Scheme
@@ -76,11 +76,7 @@ class ScriptedEngine:
         if isinstance(version, Delta):
             if self.served is None:
                 raise SnapshotError("a delta has no base here; send it whole")
-            version.check_base(self.served.version, self.served.digest)
-            tensors = {name: tensor.clone() for name, tensor in self.served.tensors.items()}
-            for name, patch in version.patches():
-                patch.apply_(flat_integers(tensors[name]))
-            version = Snapshot(tensors, version.info.version, version.info.scheme, version.info.digest)
+            version = version.apply(self.served)
         if version.scheme != self.scheme:
             raise SnapshotError(f"snapshot is {version.scheme.name!r}, this sampler serves {self.scheme.name!r}")
         check_specs(version.specs, self.script.specs)

@@ -90,7 +90,7 @@ def prepare(
         slot = known[name]
         key = id(slot.module)
         whole = isinstance(change, torch.Tensor)
-        fresh = change if whole else _patched(slot.read(), change)
+        fresh = change if whole else change.apply_to(slot.read())
         digests.setdefault(key, {})[name] = own_digest(name, fresh)
         image = images.setdefault(key, {})
         if slot.leaf not in image:
@@ -103,11 +103,6 @@ def prepare(
             del fresh, change
             image = images.pop(key)
             yield [*_writes(slot.module, image, whole), *_packed(model, slot.module, image)], digests.pop(key)
-
-
-def _patched(tensor: torch.Tensor, patch: Patch) -> torch.Tensor:
-    patch.apply_(flat_integers(tensor))
-    return tensor
 
 
 def _writes(module: torch.nn.Module, image: dict[str, torch.Tensor], whole: bool) -> list[Write | Steps]:

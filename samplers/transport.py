@@ -20,6 +20,7 @@ import ray
 
 from rlq.delta import Delta, open_delta
 from rlq.errors import ConfigError, SamplerError, SnapshotError
+from rlq.files import write_renamed
 from rlq.publish import MANIFEST, PackedSnapshot, Snapshot, pack, read_directory, unpack, write_directory
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -281,14 +282,6 @@ def read_version(folder: Path, version: int) -> Snapshot:
     if snap.version != version:
         raise SnapshotError(f"{folder} goes up to version {snap.version}, not {version}; publish it first")
     return snap
-
-
-def write_renamed(path: Path, data: bytes | memoryview) -> None:
-    """Write a file that is there in full or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(data)
-    os.replace(partial, path)
 
 
 def sweep(folder: Path) -> None:

@@ -2,13 +2,13 @@
 
 import json
 import logging
-import os
 import re
 from pathlib import Path
 
 from transformers import TrainerCallback
 
 from rlq.errors import ConfigError
+from rlq.files import write_renamed
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +28,7 @@ def mark_complete(checkpoint: Path, version: int) -> None:
     """Write the marker."""
     sizes = {str(p.relative_to(checkpoint)): p.stat().st_size for p in sorted(checkpoint.rglob("*")) if p.is_file()}
     sizes.pop(MARKER, None)
-    partial = checkpoint / (MARKER + ".partial")
-    partial.write_text(json.dumps({"version": version, "files": sizes}, indent=2) + "\n")
-    os.replace(partial, checkpoint / MARKER)
+    write_renamed(checkpoint / MARKER, (json.dumps({"version": version, "files": sizes}, indent=2) + "\n").encode())
 
 
 def fault(checkpoint: Path) -> str | None:

@@ -2,9 +2,10 @@
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
+
+from rlq.files import write_renamed
 
 FILE = "metrics.jsonl"
 
@@ -31,6 +32,4 @@ def truncate_after(path: Path, step: int) -> None:
     """Drop records beyond `step`, which a resumed run is about to write again."""
     if path.exists():
         kept = [json.dumps(r) + "\n" for r in load(path) if r["step"] <= step]
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(kept))
-        os.replace(partial, path)
+        write_renamed(path, "".join(kept).encode())
