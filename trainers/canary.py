@@ -32,7 +32,8 @@ class Canary:
     def probe(self, snap: Snapshot) -> Probe | None:
         """What an engine that serves `snap` has to answer; None if nobody asked for it.
 
-        Also None for schemes that round keys and values, which the copy does not.
+        Also None for schemes that round keys and values, which the copy does not, and for prompts of one token, which
+        leave nothing to score.
         """
         args = self.trainer.args
         if not args.canary_prompts or snap.scheme.kv_cache is not None:
@@ -45,6 +46,8 @@ class Canary:
             rows = [row["prompt"] for row in islice(iter(dataset), args.canary_prompts)]
             ids = self.trainer._tokenize_prompts(rows)[0]
             self._prompts = tuple(tuple(prompt[:LONGEST]) for prompt in ids if len(prompt) > 1)
+        if not self._prompts:
+            return None
         twin = self._twin[1]
         load_snapshot(twin, snap)
         return Probe(self._prompts, tuple(teacher_forced(twin, self._prompts)), args.canary_tolerance)

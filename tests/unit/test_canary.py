@@ -59,6 +59,13 @@ def test_the_copy_follows_every_version_and_every_scheme(samplers, tmp_path):
     assert len(set(found)) == 3
 
 
+def test_prompts_of_one_token_have_nothing_to_score(samplers, tmp_path):
+    trainer, _ = build(samplers, tmp_path, "fp8")
+    trainer.train_dataset = [{"prompt": "1"}, {"prompt": "2"}]
+    snap = snapshot(trainer.model.named_parameters(), samplers["fp8"].scheme, 1)
+    assert Canary(trainer).probe(snap) is None
+
+
 def test_training_logs_what_was_proved_and_draws_the_same_numbers_without_it(samplers, tmp_path):
     watched, _ = build(samplers, tmp_path, "fp8", canary_prompts=2, max_steps=2)
     watched.train()
