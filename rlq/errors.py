@@ -15,3 +15,9 @@ class SnapshotError(RlqError, ValueError):
 
 class SamplerError(RlqError, RuntimeError):
     """A sampler that died, serves another version, or returned something that is not a rollout."""
+
+
+def last_line(error: BaseException) -> str:
+    """The line of somebody else's error that says what happened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

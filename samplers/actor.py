@@ -19,6 +19,7 @@ from rlq.schemes import Scheme
 from rlq.types import InstallReport, Request, Rollout, Sampling
 
 from .transport import Ticket
+from .vllm_transfer import RECEIVER
 
 SHIP = "ship"
 
@@ -90,6 +91,21 @@ class SamplerActor:
     def where(self) -> Place:
         """Host, process and Ray node, for messages, and to tell a lost node from a lost process."""
         return Place(socket.gethostname(), os.getpid(), ray.get_runtime_context().get_node_id(), self.engine.runs)
+
+    @ray.method(concurrency_group=SHIP)
+    def join_transfer(self, backend: str, init_info: dict) -> None:
+        """Meet the learner in a group of vLLM's transfer engines."""
+        RECEIVER.join(backend, init_info)
+
+    @ray.method(concurrency_group=SHIP)
+    def start_transfer(self, nbytes: int) -> None:
+        """Make room for a version."""
+        RECEIVER.start(nbytes)
+
+    @ray.method(concurrency_group=SHIP)
+    def receive(self, update_info: dict) -> None:
+        """Receive some of it, beside the served version."""
+        RECEIVER.update(update_info)
 
     @ray.method(concurrency_group=SHIP)
     def stage(self, ticket: Ticket) -> None:

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlq.errors import ConfigError, SamplerError
+from rlq.errors import ConfigError, SamplerError, last_line
 from rlq.schemes import Scheme
 
 from .actor import SHIP, Engine, Place, SamplerActor
@@ -239,9 +239,3 @@ def check_capacity(count: int, bundle: Mapping[str, float], total: Mapping[str, 
 def alive_nodes() -> set[str]:
     """Ids of the cluster's living nodes."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-
-
-def last_line(error: Exception) -> str:
-    """The line of an error that says what happened."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

@@ -2,11 +2,16 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlq.errors import ConfigError
 from rlq.schemes import Scheme
 
-TRANSPORTS = ("object_store", "shared_memory", "directory")
+if TYPE_CHECKING:
+    from .transport import Transport
+
+TRANSPORTS = ("object_store", "shared_memory", "directory", "nccl", "ipc")
+GPU_TRANSPORTS = ("nccl", "ipc")
 PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
@@ -87,11 +92,18 @@ class SamplerConfig:
     )
     sampler_transport: str = field(
         default="object_store",
-        metadata={"help": "How versions reach the samplers: object_store, shared_memory (one host) or directory."},
+        metadata={
+            "help": "How versions reach the samplers: object_store, shared_memory (one host), directory, nccl (between "
+            "GPUs) or ipc (on the learner's GPU)."
+        },
     )
     sampler_transport_dir: str | None = field(
         default=None,
         metadata={"help": "Absolute folder that learner and samplers share; for sampler_transport: directory."},
+    )
+    sampler_transport_keep: int = field(
+        default=0,
+        metadata={"help": "Whole versions, with their deltas, that stay in sampler_transport_dir; 0 keeps all."},
     )
     sampler_placement: str = field(
         default="PACK",
@@ -114,6 +126,13 @@ class SamplerConfig:
             raise ConfigError(f"sampler_transport is {self.sampler_transport!r}; use one of {', '.join(TRANSPORTS)}")
         if self.sampler_transport == "directory" and not Path(self.sampler_transport_dir or "").is_absolute():
             raise ConfigError("sampler_transport directory needs sampler_transport_dir, an absolute path")
+        if self.sampler_transport_keep < 0:
+            raise ConfigError(f"sampler_transport_keep is {self.sampler_transport_keep}; 0 keeps every version")
+        if self.sampler_transport in GPU_TRANSPORTS and not self.sampler_num_gpus:
+            raise ConfigError(
+                f"sampler_transport {self.sampler_transport} needs samplers on GPUs; set sampler_num_gpus, or "
+                "sampler_transport: object_store"
+            )
         if self.sampler_placement not in PLACEMENTS:
             raise ConfigError(f"sampler_placement is {self.sampler_placement!r}; use one of {', '.join(PLACEMENTS)}")
         if self.sampler_arithmetic not in ("auto", "emulated", "kernel"):
@@ -158,3 +177,15 @@ class SamplerConfig:
             startup_timeout_s=self.sampler_startup_timeout_s,
             whole_every=self.sampler_whole_every,
         )
+
+    def transport(self, model_config: dict) -> "Transport":
+        """The transport that the fields name; `model_config` is the model's `config.json`."""
+        from .transport import Directory, ObjectStore, SharedMemory
+        from .vllm_transfer import VllmTransfer
+
+        if self.sampler_transport in GPU_TRANSPORTS:
+            return VllmTransfer(self.sampler_transport)
+        if self.sampler_transport == "directory":
+            assert self.sampler_transport_dir is not None  # checked above
+            return Directory(Path(self.sampler_transport_dir), model_config, self.sampler_transport_keep)
+        return {"object_store": ObjectStore, "shared_memory": SharedMemory}[self.sampler_transport]()

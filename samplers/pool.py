@@ -29,7 +29,7 @@ from .actor import Answer, Engine
 from .engine import VllmSampler
 from .fleet import Fleet, Member
 from .options import PoolOptions, SamplerConfig
-from .transport import ObjectStore, Ticket, Transport, make_transport
+from .transport import ObjectStore, Ticket, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +95,8 @@ class SamplerPool:
     @classmethod
     def vllm(cls, model_config: dict, config: SamplerConfig) -> "SamplerPool":
         """A pool of vLLM engines for the model that `model_config` (its `config.json`) describes."""
-        transport = make_transport(config.sampler_transport, config.sampler_transport_dir, model_config)
-        return cls(VllmSampler, (model_config, config.engine()), config.scheme(), config.pool(), transport)
+        args = (model_config, config.engine())
+        return cls(VllmSampler, args, config.scheme(), config.pool(), config.transport(model_config))
 
     # Shipping and installing
 
@@ -111,8 +111,8 @@ class SamplerPool:
     def _send(self, snap: Snapshot) -> Shipment:
         start = time.perf_counter()
         blob = self._delta(snap)
-        ticket = self.transport.send(snap.version, snap if blob is None else blob)
         ready = [m for m in self._fleet.members if m.joining is None and m.busy is None]
+        ticket = self.transport.send(snap.version, snap if blob is None else blob, [m.actor for m in ready])
         staging = {m.actor.stage.remote(ticket): (m, m.actor) for m in ready}
         return Shipment(snap, ticket, snap.nbytes if blob is None else len(blob), blob is None, staging, start)
 
@@ -139,7 +139,7 @@ class SamplerPool:
         self._settle()
         ahead, self._ahead = self._ahead, None
         shipment = ahead if ahead is not None and ahead.snap is snap else self._send(snap)
-        if shipment.whole:
+        if shipment.whole and shipment.ticket.lasting:
             self._keep_whole(shipment.ticket)
         else:
             self._old_tickets.append(shipment.ticket)
@@ -166,7 +166,7 @@ class SamplerPool:
         """The actors that hold the version, checked and ready; SnapshotError if they refuse it whole."""
         snap, staged = shipment.snap, []
         waiting = {ref: m for ref, (m, actor) in shipment.staging.items() if m.actor is actor}
-        whole = set(waiting) if shipment.whole else set()
+        whole = set(waiting) if shipment.whole and shipment.ticket.lasting else set()
         for ref, member in self._answers(waiting, shipment.sent_s):
             try:
                 _get(ref)

@@ -1,4 +1,4 @@
-"""How a published version gets from the learner to the samplers' processes: three ways behind one interface.
+"""How a published version gets from the learner to the samplers' processes: ways behind one interface.
 
 A transport takes a whole snapshot or a delta and gives a ticket; whoever has the ticket opens it, on any node that the
 transport reaches, as often as it likes. Nothing is opened that is not complete.
@@ -10,10 +10,10 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import ray
@@ -29,6 +29,9 @@ SHARED_MEMORY = Path("/dev/shm")
 class Ticket(Protocol):
     """What a sampler needs to fetch a version."""
 
+    lasting: ClassVar[bool]
+    """It can be opened later and again, by anyone; otherwise once, by the samplers that the version was sent to."""
+
     def open(self) -> Snapshot | Delta:
         """Fetch it; SnapshotError if it is gone or damaged."""
         ...
@@ -37,8 +40,13 @@ class Ticket(Protocol):
 class Transport(Protocol):
     """Carries versions; one per publisher."""
 
-    def send(self, version: int, payload: Snapshot | bytes) -> Ticket:
+    def send(self, version: int, payload: Snapshot | bytes, to: Sequence[Any] = ()) -> Ticket:
         """Make a version, whole or as a delta, available to the samplers.
+
+        Args:
+            version: its number.
+            payload: the snapshot, or a delta's bytes.
+            to: handles of the actors that will open it at once; others may open it later if the ticket lasts.
 
         Raises:
             SamplerError: there is no room for it.
@@ -64,6 +72,8 @@ class StoreTicket:
 
     refs: tuple[ray.ObjectRef, ...]
     """The only element refers to it; in a tuple, so that Ray hands over the reference and not the object."""
+    lasting: ClassVar[bool] = True
+    """See `Ticket`."""
 
     def open(self) -> Snapshot | Delta:
         """Map it, without a copy; a node that lacks it fetches it once for all of its samplers."""
@@ -74,7 +84,7 @@ class StoreTicket:
 class ObjectStore:
     """Ray's object store: one put, many readers, one copy per node."""
 
-    def send(self, version: int, payload: Snapshot | bytes) -> StoreTicket:
+    def send(self, version: int, payload: Snapshot | bytes, to: Sequence[Any] = ()) -> StoreTicket:
         """See `Transport`. Ray would spill to disk without a word; two snapshots, the old and the new, must fit."""
         if isinstance(payload, bytes):
             return StoreTicket((ray.put(np.frombuffer(payload, np.uint8)),))
@@ -104,6 +114,8 @@ class FileTicket:
     """The file."""
     header: dict | None
     """Header of a packed snapshot; None for a delta."""
+    lasting: ClassVar[bool] = True
+    """See `Ticket`."""
 
     def open(self) -> Snapshot | Delta:
         """Map it, without a copy."""
@@ -121,7 +133,7 @@ class SharedMemory:
         sweep(SHARED_MEMORY)
         self._folder = Path(tempfile.mkdtemp(prefix=f"rlq-{os.getpid()}-", dir=SHARED_MEMORY))
 
-    def send(self, version: int, payload: Snapshot | bytes) -> FileTicket:
+    def send(self, version: int, payload: Snapshot | bytes, to: Sequence[Any] = ()) -> FileTicket:
         """See `Transport`."""
         if isinstance(payload, bytes):
             kind, data, header = "delta", memoryview(payload), None
@@ -163,6 +175,8 @@ class DirectoryTicket:
 
     path: str
     """Folder of a whole version, or file of a delta."""
+    lasting: ClassVar[bool] = True
+    """See `Ticket`."""
 
     def open(self) -> Snapshot | Delta:
         """Read it."""
@@ -207,7 +221,7 @@ class Directory:
         self._lock.flush()
         self._started = False
 
-    def send(self, version: int, payload: Snapshot | bytes) -> DirectoryTicket:
+    def send(self, version: int, payload: Snapshot | bytes, to: Sequence[Any] = ()) -> DirectoryTicket:
         """See `Transport`.
 
         Raises:
@@ -249,14 +263,6 @@ class Directory:
     def close(self) -> None:
         """Let another publisher in."""
         self._lock.close()
-
-
-def make_transport(name: str, folder: str | None, model_config: dict) -> Transport:
-    """The transport that `sampler_transport` names."""
-    if name == "directory":
-        assert folder is not None  # the options were checked
-        return Directory(Path(folder), model_config)
-    return {"object_store": ObjectStore, "shared_memory": SharedMemory}[name]()
 
 
 def name_of(version: int) -> str:

@@ -6,7 +6,8 @@
 
 Codes, scales and values of every scheme against the CPU's, bit for bit, for the plain-torch path and the Triton path
 separately; throughput of both over a device copy; PyTorch's own FP8 matrix product against the emulated linear; and,
-where vLLM is installed, which kernels it really runs. Exit code 0 all passed, 1 a check failed, 2 no CUDA device.
+where vLLM is installed, which kernels it really runs, and, where Ray is too, that its transfer engines carry versions.
+Exit code 0 all passed, 1 a check failed, 2 no CUDA device.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from rlq.quantize.selfcheck import hurtful, same
 from rlq.schemes import KV_CACHES, PRESETS, TensorScheme
 
 Row = tuple[str, bool, str]
-INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("triton", "vllm")}
+INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("triton", "vllm", "ray")}
 SHAPES = {"cuda": ((4096, 4096), (576, 1536), (130, 257)), "cpu": ((40, 160), (37, 67))}
 COPY = {"cuda": (8192, 8192), "cpu": (256, 1024)}
 DTYPES = (torch.bfloat16, torch.float32)
@@ -210,6 +211,22 @@ def check_vllm(scheme: str) -> Row:
     return title, set(running) <= expected and bool(set(running) & set(plan.kernels)), f"{running}, planned {plan}"
 
 
+def check_transfer(backend: str, gpus: int) -> Row:
+    """Versions through vLLM's transfer engines, from this process' GPU to samplers' processes."""
+    title = f"vLLM's weight transfer, {backend}"
+    missing = [name for name in ("vllm", "ray") if not INSTALLED[name]]
+    if missing:
+        return title, True, f"not asked: {' and '.join(missing)} not installed"
+    if gpus > torch.cuda.device_count():
+        return title, True, f"not asked: needs {gpus} GPUs"
+    command = [sys.executable, str(ROOT / "tests/gpu/transfer.py"), backend, "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    if done.returncode != 0:
+        return title, False, (done.stderr.strip() or done.stdout).splitlines()[-1]
+    found = json.loads(done.stdout.splitlines()[-1])
+    return title, found["equal"], f"whole versions at {found['bytes_per_s'] / 1e9:.1f} GB/s, host memory to host memory"
+
+
 def rows(device: str) -> Iterator[Row]:
     """Everything, in order."""
     if not INSTALLED["triton"]:
@@ -229,6 +246,10 @@ def rows(device: str) -> Iterator[Row]:
         yield "vLLM's kernels", True, "not asked on a CPU: tests/integration/test_own_loader.py does"
     else:
         yield from (check_vllm(scheme) for scheme in SERVED)
+    if device == "cpu":
+        yield "vLLM's weight transfer", True, "not asked on a CPU: tests/integration/test_vllm_transfer.py does"
+    else:
+        yield from (check_transfer(backend, gpus) for backend, gpus in (("ipc", 1), ("nccl", 2)))
 
 
 def main(arguments: list[str] | None = None) -> int:

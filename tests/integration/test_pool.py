@@ -18,10 +18,10 @@ from rlq.schemes import Scheme
 from rlq.types import Request, Sampling
 from samplers import pool as pool_module
 from samplers.fleet import FLAPS, REST, check_capacity
-from samplers.options import PoolOptions
+from samplers.options import PoolOptions, SamplerConfig
 from samplers.pool import SamplerPool, split_evenly
 from samplers.scripted import Script, ScriptedEngine
-from samplers.transport import make_transport, read_version
+from samplers.transport import read_version
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -212,7 +212,7 @@ def test_a_version_is_shipped_while_the_one_before_is_being_sampled():
 
 @pytest.mark.parametrize("name", ["object_store", "shared_memory", "directory"])
 def test_every_transport_carries_whole_versions_and_deltas_and_serves_late_samplers(name, tmp_path):
-    way: Any = make_transport(name, str(tmp_path), {})
+    way: Any = SamplerConfig(sampler_transport=name, sampler_transport_dir=str(tmp_path)).transport({})
     once = str(tmp_path / "once")
     pool = make_pool(whole_every=3, transport=way, fault="die", phase="install", on_version=5, once=once)
     shipped = []

@@ -17,7 +17,8 @@ from rlq.errors import ConfigError, SamplerError, SnapshotError
 from rlq.publish import MANIFEST, Snapshot, snapshot
 from rlq.schemes import Scheme
 from samplers import transport
-from samplers.transport import Directory, SharedMemory, make_transport, read_version
+from samplers.options import SamplerConfig
+from samplers.transport import Directory, SharedMemory, read_version
 
 FP8 = Scheme.preset("fp8")
 
@@ -36,7 +37,8 @@ def same(a: Snapshot, b: Snapshot) -> bool:
 
 @pytest.fixture(params=["shared_memory", "directory"])
 def way(request, tmp_path):
-    made = make_transport(request.param, str(tmp_path / "versions"), {"model_type": "llama"})
+    config = SamplerConfig(sampler_transport=request.param, sampler_transport_dir=str(tmp_path / "versions"))
+    made = config.transport({"model_type": "llama"})
     yield made
     made.close()
 
