@@ -118,7 +118,17 @@ class Sampler(Protocol):
         ...
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Rollout]:
-        """Return `num_samples` rollouts per request, in request order, all from `version`; SamplerError otherwise."""
+        """Return `num_samples` rollouts per request, in request order, all from `version`; SamplerError otherwise.
+
+        After `interrupt(version)` requests may be missing, but each that is there is complete.
+        """
+        ...
+
+    def interrupt(self, version: int) -> None:
+        """Have calls of `generate` for `version` return early, now and until the next install; in any thread.
+
+        What was shipped before is ready to be installed when they do.
+        """
         ...
 
     def switch(self, scheme: Scheme) -> None:

@@ -52,6 +52,10 @@ class Engine(Protocol):
         """See `rlq.types.Sampler`."""
         ...
 
+    def interrupt(self, version: int) -> None:
+        """See `rlq.types.Sampler`."""
+        ...
+
 
 class Place(NamedTuple):
     """Where an actor runs, and what."""
@@ -111,6 +115,11 @@ class SamplerActor:
     def stage(self, ticket: Ticket) -> None:
         """Fetch, check and prepare a version."""
         self._staged = self.engine.stage(ticket.open())
+
+    @ray.method(concurrency_group=SHIP)
+    def interrupt(self, version: int) -> None:
+        """Cut sampling short, once what was shipped before is prepared: calls of a group run in order."""
+        self.engine.interrupt(version)
 
     def commit(self) -> InstallReport:
         """Switch to what was staged last."""

@@ -110,6 +110,7 @@ class VllmSampler:
         self._digest = ""  # of the served version
         self._own: dict[str, bytes] = {}  # its tensors' parts of that
         self._commits = 0
+        self._interrupted: int | None = None  # version whose sampling ends early
         line = hardware.describe(self._on_model(hardware.running_kernels), scheme)
         self.runs = f"{line}; {plan.note}" if plan.note else line
         self._on_model(staging.drop_unused_pack)
@@ -207,7 +208,7 @@ class VllmSampler:
             raise SnapshotError(f"version {staged.version} was staged before the last switch; stage it again")
         start = time.perf_counter()
         self.broken = f"a switch to version {staged.version} did not finish"
-        self.version, self._commits = None, self._commits + 1
+        self.version, self._interrupted, self._commits = None, None, self._commits + 1
         own = dict(self._own)
         if staged.tensors is not None:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(staged.tensors.items())})
@@ -271,12 +272,28 @@ class VllmSampler:
             for request in requests
         ]
         prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
         rollouts = []
-        for request, output in zip(requests, outputs, strict=True):
+        for index, output in sorted(self._finished(prompts, params, version).items()):
             for sample in sorted(output.outputs, key=lambda o: o.index):
-                rollouts.append(self._rollout(request, sample, sampling, version))
+                rollouts.append(self._rollout(requests[index], sample, sampling, version))
         return rollouts
+
+    def _finished(self, prompts: list, params: list, version: int) -> dict[int, Any]:
+        """`LLM.generate`, which can be interrupted: a request's place to its output, once all its samples are there."""
+        ids = self.llm.enqueue(prompts, params, use_tqdm=False)
+        first, engine = int(ids[0].split("-")[0]), self.llm.llm_engine
+        finished = {}
+        while engine.has_unfinished_requests():
+            if self._interrupted == version:
+                engine.abort_request(ids, internal=True)  # those that are finished are not known any more
+                break
+            found = [output for output in engine.step() if output.finished]
+            finished |= {int(output.request_id) - first: output for output in found}
+        return finished
+
+    def interrupt(self, version: int) -> None:
+        """See `rlq.types.Sampler`."""
+        self._interrupted = version
 
     def score(self, prompts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
         """Log-probs in nats, at temperature 1, of every token of each prompt but its first; see `rlq.canary`."""

@@ -321,6 +321,11 @@ class SamplerPool:
                 member.busy = ref
         return work.rollouts()
 
+    def interrupt(self, version: int) -> None:
+        """See `rlq.types.Sampler`."""
+        for member in list(self._fleet.members):  # another thread may be replacing one
+            member.actor.interrupt.remote(version)
+
     def _collect(self, work: "_Batch", version: int) -> None:
         """Wait for an answer, or until it is time to look after slow chunks and fresh actors."""
         others = [ref for m in self._fleet.members for ref in (m.joining, m.busy) if ref is not None]

@@ -49,6 +49,7 @@ class TransformersSampler:
         self.scheme = scheme
         self.proof: dict[str, float] = {}
         self.version: int | None = None
+        self._interrupted: int | None = None
         # Only names and shapes matter here, so any calibration does.
         input_amax = {name: 1.0 for name, module in self.model.named_modules() if isinstance(module, torch.nn.Linear)}
         self.specs = snapshot(self.model.named_parameters(), scheme, 0, input_amax).specs
@@ -67,7 +68,7 @@ class TransformersSampler:
         check_specs(snap.specs, self.specs)
         start = time.perf_counter()
         load_snapshot(self.model, snap)
-        self.version = snap.version
+        self.version, self._interrupted = snap.version, None
         self.proof = (
             {} if probe is None else {"sync/canary_nats": probe.check(teacher_forced(self.model, probe.prompts))}
         )
@@ -83,11 +84,16 @@ class TransformersSampler:
             raise SamplerError(
                 f"asked for version {version}, serving {self.version}; install the current snapshot first"
             )
-        return [
-            self._sample(request, sampling, request.seed + i)
-            for request in requests
-            for i in range(request.num_samples)
-        ]
+        rollouts: list[Rollout] = []
+        for request in requests:
+            if self._interrupted == version:
+                break
+            rollouts += [self._sample(request, sampling, request.seed + i) for i in range(request.num_samples)]
+        return rollouts
+
+    def interrupt(self, version: int) -> None:
+        """See `rlq.types.Sampler`; takes effect between two requests."""
+        self._interrupted = version
 
     def _sample(self, request: Request, sampling: Sampling, seed: int) -> Rollout:
         generator = torch.Generator().manual_seed(seed)

@@ -44,6 +44,7 @@ class ScriptedEngine:
         self.script, self.scheme = script, scheme
         self.version: int | None = None
         self.served: Snapshot | None = None
+        self.interrupted: int | None = None
         self._act("start", 0)
 
     def _strikes(self, phase: str, version: int) -> bool:
@@ -85,7 +86,7 @@ class ScriptedEngine:
 
     def commit(self, staged: Snapshot) -> InstallReport:
         """Remember the version."""
-        self.version = None
+        self.version = self.interrupted = None
         self._act("install", staged.version)
         self.version, self.served = staged.version, staged
         return InstallReport(staged.version, staged.digest, len(staged.tensors), ship_s=0.0, install_s=0.0, pause_s=0.0)
@@ -108,19 +109,17 @@ class ScriptedEngine:
             raise SamplerError(
                 f"asked for version {version}, serving {self.version}; install the current snapshot first"
             )
-        time.sleep(self.script.call_s)
         self._act("generate", version)
-        return [
-            Rollout(
-                r.prompt_ids,
-                (r.seed + i,),
-                (-1.0,),
-                "stop",
-                version,
-                self.scheme.name,
-                sampling.temperature,
-                r.seed + i,
-            )
-            for r in requests
-            for i in range(r.num_samples)
-        ]
+        rollouts = []
+        for r in requests:
+            if self.interrupted == version:
+                break
+            time.sleep(self.script.call_s / len(requests))
+            for i in range(r.num_samples):
+                sampled = (r.prompt_ids, (r.seed + i,), (-1.0,), "stop", version, self.scheme.name)
+                rollouts.append(Rollout(*sampled, sampling.temperature, r.seed + i))
+        return rollouts
+
+    def interrupt(self, version: int) -> None:
+        """Between two requests."""
+        self.interrupted = version

@@ -3,6 +3,8 @@
 Installs and generate calls run one after the other on a thread of their own, in the order in which they were asked for.
 With `async_steps: 0` the trainer waits for each of them. With k > 0 the prompts of the next k generation batches are
 handed over right after an install, and a batch is taken when training reaches it: k generations old, and no older.
+With `async_in_flight: abort` a new version does not wait for the batches before it: what is not complete by then is
+sampled again, by the new version.
 
 Axes: B completions on this rank, T completion tokens, R completions on all ranks.
 """
@@ -11,7 +13,7 @@ import hashlib
 import time
 from collections import Counter, deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -29,16 +31,34 @@ if TYPE_CHECKING:
     from .grpo import QuantGRPOTrainer
 
 
+@dataclass(eq=False)
+class Batch:
+    """What the samplers have been asked for, on rank 0, and what they have answered so far."""
+
+    requests: list[Request]
+    """One per prompt of all ranks."""
+    sampling: Sampling
+    """How."""
+    answers: dict[int, list[Rollout]] = field(default_factory=dict)
+    """Seed of a request to its completions, all of them and from one version."""
+    seconds: float = 0.0
+    """Spent sampling."""
+    done: Future = field(default_factory=Future)
+    """(rollouts of all ranks, seconds, what the samplers proved)."""
+
+    def missing(self) -> list[Request]:
+        """Requests without an answer."""
+        return [request for request in self.requests if request.seed not in self.answers]
+
+
 @dataclass(frozen=True)
 class Ordered:
     """A batch that the samplers have been asked for."""
 
     prompts: list[list[int]]
     """Prompt ids of this rank, one entry per completion."""
-    version: int
-    """Version that samples it."""
-    rollouts: Future | None
-    """(rollouts of all ranks, seconds, what the samplers proved); None on ranks other than 0."""
+    batch: Batch | None
+    """None on ranks other than 0."""
 
 
 class SamplerGeneration:
@@ -56,8 +76,8 @@ class SamplerGeneration:
         self.samplers = samplers
         self.version: int | None = None
         """Version published last."""
-        self.rollout_version: int | None = None
-        """Version that sampled the batch taken last."""
+        self.rollout_versions: list[int] = []
+        """Versions that sampled the batch taken last, one per completion of all ranks, in rank order."""
         self.prompt_width = 0
         """Columns of prompts in the batch taken last, as TRL pads them."""
         # Generate calls at this version, training and evaluation apart; part of the seeds. Apart, because an evaluation
@@ -67,6 +87,10 @@ class SamplerGeneration:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="rlq-samplers")
         self._install: Future | None = None
         self._ahead: deque[Ordered] = deque()
+        # These two belong to the worker's thread.
+        self._served = -1
+        self._cut_short: list[Batch] = []  # to go on after the next install
+        self._again: list[Batch] = []  # to go on now
         self._first = False
 
     @property
@@ -102,6 +126,8 @@ class SamplerGeneration:
         quantize_s = time.perf_counter() - start
         if self.trainer.args.async_steps:
             self.samplers.ship(snap)  # beside the batch that is being sampled
+        if self._aborts and self.version not in (None, version):
+            self.samplers.interrupt(self.version)
         start = time.perf_counter()
         probe = self._canary.probe(snap)
         self.trainer.log_rlq({"time/canary_s": time.perf_counter() - start})
@@ -111,11 +137,20 @@ class SamplerGeneration:
 
     def _installed(self, snap: Snapshot, probe: Probe | None, quantize_s: float) -> dict[str, float]:
         assert self.samplers is not None
-        report = self.samplers.install(snap, probe)
-        if report.digest != snap.digest:
-            raise SamplerError(
-                f"version {snap.version} was published as {snap.digest[:12]} and installed as {report.digest[:12]}"
-            )
+        try:
+            report = self.samplers.install(snap, probe)
+            if report.digest != snap.digest:
+                raise SamplerError(
+                    f"version {snap.version} was published as {snap.digest[:12]} and installed as {report.digest[:12]}"
+                )
+        except Exception as error:
+            for batch in self._cut_short:  # somebody may be waiting for them
+                batch.done.set_exception(error)
+            raise
+        self._served = snap.version
+        self._again, self._cut_short = self._again + self._cut_short, []
+        if self._again:
+            self._worker.submit(self._sample_rest)
         return {
             "sync/bytes": float(snap.nbytes),
             "sync/shipped_bytes": float(report.shipped_bytes),
@@ -159,8 +194,9 @@ class SamplerGeneration:
             for upcoming in self.trainer.upcoming_prompts()[len(self._ahead) :]:
                 self._ahead.append(self._order(upcoming))
         rank, size = self.trainer.accelerator.process_index, len(prompts)
-        rollouts = self._on_main(lambda: self._take(taken))[rank * size : (rank + 1) * size]
-        self.rollout_version, self.prompt_width = taken.version, max(map(len, prompts))
+        everyone = self._on_main(lambda: self._take(taken))
+        rollouts = everyone[rank * size : (rank + 1) * size]
+        self.rollout_versions, self.prompt_width = [r.version for r in everyone], max(map(len, prompts))
         return (
             [list(r.prompt_ids) for r in rollouts],
             [list(r.token_ids) for r in rollouts],
@@ -176,25 +212,54 @@ class SamplerGeneration:
         base = request_seed(trainer.args.seed, version, self.calls[training], training=training)
         self.calls[training] += 1
         sampling = Sampling(trainer.args.temperature, trainer.completion_limit, trainer.stop_token_ids)
-        work = None if self.samplers is None else self._worker.submit(self._sample, everyone, base, sampling, version)
-        return Ordered(prompts, version, work)
+        if self.samplers is None:
+            return Ordered(prompts, None)
+        batch = Batch(group_requests(everyone, base), sampling)
+        self._worker.submit(self._sample, batch)
+        return Ordered(prompts, batch)
 
-    def _sample(
-        self, prompts: list[list[int]], base: int, sampling: Sampling, version: int
-    ) -> tuple[list[Rollout], float, dict[str, float]]:
+    @property
+    def _aborts(self) -> bool:
+        return self.trainer.args.async_steps > 0 and self.trainer.args.async_in_flight == "abort"
+
+    def _sample(self, batch: Batch) -> None:
+        self._sample_rest()  # it was asked for before
+        self._sample_missing(batch)
+
+    def _sample_rest(self) -> None:
+        batches, self._again = self._again, []
+        for batch in batches:
+            self._sample_missing(batch)
+
+    def _sample_missing(self, batch: Batch) -> None:
+        """Ask the samplers for what has no answer yet; in `batch.done` once nothing is missing."""
         assert self.samplers is not None
-        start = time.perf_counter()
-        rollouts = self.samplers.generate(group_requests(prompts, base), sampling, version)
-        seconds = time.perf_counter() - start
-        check_rollouts(rollouts, prompts, version, self.samplers.scheme.name, sampling.temperature)
-        return rollouts, seconds, dict(self.samplers.proof)
+        missing, version, start = batch.missing(), self._served, time.perf_counter()
+        try:
+            rollouts = self.samplers.generate(missing, batch.sampling, version)
+            if self._aborts:
+                seeds = {rollout.seed for rollout in rollouts}
+                missing = [request for request in missing if request.seed in seeds]
+            prompts = [list(request.prompt_ids) for request in missing for _ in range(request.num_samples)]
+            check_rollouts(rollouts, prompts, version, self.samplers.scheme.name, batch.sampling.temperature)
+        except Exception as error:  # raised again where the batch is waited for
+            batch.done.set_exception(error)
+            return
+        batch.seconds += time.perf_counter() - start
+        for request in missing:
+            batch.answers[request.seed], rollouts = rollouts[: request.num_samples], rollouts[request.num_samples :]
+        if batch.missing():
+            self._cut_short.append(batch)
+        else:
+            everyone = [rollout for request in batch.requests for rollout in batch.answers[request.seed]]
+            batch.done.set_result((everyone, batch.seconds, dict(self.samplers.proof)))
 
     def _take(self, ordered: Ordered) -> list[Rollout]:
-        assert ordered.rollouts is not None
+        assert ordered.batch is not None
         start = time.perf_counter()
         if self._install is not None and self._install.done():
             self._finish_install()  # its error says more than that of the batch behind it
-        rollouts, seconds, proof = ordered.rollouts.result()
+        rollouts, seconds, proof = ordered.batch.done.result()
         waited = time.perf_counter() - start
         tokens = sum(len(r.token_ids) for r in rollouts)
         self.trainer.log_rlq(

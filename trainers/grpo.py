@@ -148,9 +148,8 @@ class VersionLag(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         """Runs after the gradients are there and before the weights move."""
-        version = self.trainer.vllm_generation.rollout_version
-        assert version is not None
-        self.trainer.log_rlq({"sync/version_lag": float(state.global_step - version)})
+        versions = self.trainer.vllm_generation.rollout_versions
+        self.trainer.log_rlq({"sync/version_lag": state.global_step - sum(versions) / len(versions)})
 
 
 class AccelerateReducer:

@@ -261,8 +261,8 @@ class Observer(TrainerCallback):
             _wandb_log_breakdown(rows, counts, edges, step)
 
     def _dump(self, batch: ScoredBatch, step: int) -> None:
-        count, sampled_by = len(batch.mask), self.trainer.vllm_generation.rollout_version
-        assert sampled_by is not None
+        count, rank = len(batch.mask), self.trainer.accelerator.process_index
+        versions = self.trainer.vllm_generation.rollout_versions[rank * count : (rank + 1) * count]
         rollouts = Rollouts(
             sampler_logprobs=batch.sampler.cpu(),
             mask=batch.mask.cpu(),
@@ -270,13 +270,13 @@ class Observer(TrainerCallback):
             token_ids=batch.out["completion_ids"].cpu(),
             reward=self._rewards(),
             advantage=batch.out["advantages"].cpu(),
-            version=torch.full((count,), sampled_by),
+            version=torch.tensor(versions),
             step=torch.full((count,), step),
             scheme=(self.scheme.name,) * count,
         )
         folder = self.run_dir / "rollouts"
         folder.mkdir(exist_ok=True)
-        write_rollouts(folder / f"step-{step:06d}-rank-{self.trainer.accelerator.process_index}.parquet", rollouts)
+        write_rollouts(folder / f"step-{step:06d}-rank-{rank}.parquet", rollouts)
 
     def _guard(self, metrics: dict[str, float], step: int) -> None:
         self.guard_state, decisions = self.guard.step(self.guard_state, metrics, step)

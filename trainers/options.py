@@ -42,6 +42,13 @@ class QuantGRPOConfig(GRPOConfig):
         default=0,
         metadata={"help": "Generation batches that are sampled ahead while the learner trains; 0 is on-policy."},
     )
+    async_in_flight: str = field(
+        default="finish",
+        metadata={
+            "help": "Completions that are being sampled ahead when a new version is ready: finish keeps their version, "
+            "abort samples every prompt that is not complete again, by the new one."
+        },
+    )
     canary_prompts: int = field(
         default=2,
         metadata={
@@ -67,8 +74,12 @@ class QuantGRPOConfig(GRPOConfig):
                 raise ConfigError(f"{name}={value!r} cannot be used with rlq: {reason}; set it to {allowed[0]!r}")
         if not self.temperature > 0:
             raise ConfigError(f"temperature={self.temperature} gives no ratio; use a value above 0")
+        if self.temperature > 2:
+            raise ConfigError(f"temperature={self.temperature} is more than vLLM samples at; use at most 2")
         if self.async_steps < 0:
             raise ConfigError(f"async_steps={self.async_steps} is negative; 0 waits for every batch")
+        if self.async_in_flight not in ("finish", "abort"):
+            raise ConfigError(f"async_in_flight is {self.async_in_flight!r}; use finish or abort")
         if self.canary_prompts < 0 or not self.canary_tolerance > 0:
             raise ConfigError(
                 f"canary_prompts={self.canary_prompts} and canary_tolerance={self.canary_tolerance} cannot be used; "

@@ -1,5 +1,7 @@
 """A real vLLM engine in a Ray actor: what it serves, what it samples, and what it refuses."""
 
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -95,6 +97,31 @@ def test_deltas_leave_the_engine_with_exactly_the_published_version(fp8, monkeyp
     monkeypatch.setattr(fp8, "options", replace(fp8.options, whole_every=1))
     assert fp8.install(snapshot(model.named_parameters(), fp8.scheme, 9)).shipped_bytes == snap.nbytes
     assert fp8.generate(requests(), SAMPLING, version=9) == after
+
+
+def test_interrupted_sampling_leaves_complete_groups_and_a_clean_engine(fp8):
+    """Nothing of the requests that were cut short is left: the same version samples the same afterwards."""
+    snap = snapshot(learner().named_parameters(), fp8.scheme, 1)
+    fp8.install(snap)
+    long = Sampling(temperature=2.0, max_tokens=24, stop_token_ids=(EOS,))
+    many = requests(count=128, samples=2)  # the engine decodes 128 completions at once
+    fp8.generate(many, long, version=1)
+    start = time.perf_counter()
+    wanted = fp8.generate(many, long, version=1)
+    seconds = time.perf_counter() - start
+    found: list[Rollout] = []
+    sampling = threading.Thread(target=lambda: found.extend(fp8.generate(many, long, version=1)))
+    sampling.start()
+    time.sleep(0.6 * seconds)
+    fp8.interrupt(1)
+    sampling.join()
+    assert len(found) % 2 == 0
+    assert 0 < len(found) < len(wanted)
+    seeds = {rollout.seed for rollout in found}
+    assert [r.token_ids for r in found] == [r.token_ids for r in wanted if r.seed in seeds]
+    assert fp8.generate(many, long, version=1) == []
+    fp8.install(snap)
+    assert fp8.generate(many, long, version=1) == wanted
 
 
 def test_a_delta_that_does_not_fit_is_refused_and_the_version_travels_whole(fp8, monkeypatch, caplog):

@@ -210,6 +210,33 @@ def test_a_version_is_shipped_while_the_one_before_is_being_sampled():
     pool.close()
 
 
+def test_interrupted_sampling_returns_whole_groups_once_the_next_version_is_there_to_switch_to():
+    pool = make_pool(call_s=3.0)
+    pool.install(snap(1))
+    batch: list[Any] = []
+    start = time.perf_counter()
+    sampling = threading.Thread(target=lambda: batch.extend(pool.generate(REQUESTS, SAMPLING, version=1)))
+    sampling.start()
+    time.sleep(1.2)
+    two = snap(2)
+    pool.ship(two)
+    pool.interrupt(1)
+    sampling.join()
+    assert time.perf_counter() - start < 3.0
+    assert pool._ahead is not None
+    done, _ = ray.wait(list(pool._ahead.staging), num_returns=2, timeout=0)
+    assert len(done) == 2, "both actors were ready for version 2 before they stopped"
+    assert 0 < len(batch) < len(EXPECTED)
+    assert len(batch) % 2 == 0
+    assert set(tokens(batch)) < set(EXPECTED)
+    assert pool.generate(REQUESTS, SAMPLING, version=1) == [], "and so it stays until the install"
+    pool.install(two)
+    assert tokens(pool.generate(REQUESTS, SAMPLING, version=2)) == EXPECTED
+    pool.interrupt(1)  # too late, and nobody minds
+    assert tokens(pool.generate(REQUESTS, SAMPLING, version=2)) == EXPECTED
+    pool.close()
+
+
 @pytest.mark.parametrize("name", ["object_store", "shared_memory", "directory"])
 def test_every_transport_carries_whole_versions_and_deltas_and_serves_late_samplers(name, tmp_path):
     way: Any = SamplerConfig(sampler_transport=name, sampler_transport_dir=str(tmp_path)).transport({})

@@ -1,8 +1,12 @@
 """Sampling ahead: which batches are asked for when, by which version, and that 0 steps ahead changes nothing."""
 
+import threading
+from collections import defaultdict
+
 import pytest
 import torch
-from grpo_steps import BATCH, build, reference_samplers
+from grpo_steps import BATCH, GROUP, build, reference_samplers
+from transformers import TrainerCallback
 
 from rlq.errors import ConfigError, SamplerError
 from trainers.lookahead import LookAhead
@@ -155,7 +159,89 @@ def test_a_published_version_does_not_move_with_the_learner(samplers, tmp_path):
     assert all(torch.equal(before[name], tensor) for name, tensor in held[0].tensors.items())
 
 
+class OnStep(TrainerCallback):
+    """Calls a function at every optimizer step."""
+
+    def __init__(self, call):
+        self.call = call
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.call()
+
+
+class Interrupted(Log):
+    """Samples ahead one group of each batch, and no more, until it is interrupted."""
+
+    def __init__(self, sampler):
+        super().__init__(sampler)
+        self.interrupts: dict[int, threading.Event] = defaultdict(threading.Event)
+        self.seeds, self.refuse = [], None
+
+    def generate(self, requests, sampling, version):
+        rollouts = super().generate(requests, sampling, version)
+        self.seeds.append([r.seed for r in requests])
+        if len(self.events) == 2 or len(requests) < BATCH // GROUP:
+            return rollouts
+        assert self.interrupts[version].wait(30)
+        return rollouts[:GROUP]
+
+    def install(self, snap, probe=None):
+        if snap.version == self.refuse:
+            raise SamplerError("it broke")
+        return super().install(snap, probe)
+
+    def interrupt(self, version):
+        assert self.shipped[-1] == version + 1
+        self.events.append(f"interrupt {version}")
+        self.interrupts[version].set()
+
+
+def test_in_flight_batches_are_finished_by_the_version_that_cuts_them_short(samplers, tmp_path):
+    trainer, _, _ = run(samplers, tmp_path, async_steps=1, async_in_flight="abort", logging_steps=1)
+    log = trainer.vllm_generation.samplers = Interrupted(trainer.vllm_generation.samplers.sampler)
+    sampled_by = []
+    trainer.add_callback(OnStep(lambda: sampled_by.append(trainer.vllm_generation.rollout_versions)))
+    trainer.train()
+    trainer.vllm_generation.close()
+    assert sampled_by == [[0] * BATCH] + [[v] * GROUP + [v + 1] * GROUP for v in range(3)]
+    assert [r["rlq/sync/version_lag"] for r in trainer.state.log_history if "loss" in r] == [0, 0.5, 0.5, 0.5]
+    assert [e for e in log.events if not e.startswith("interrupt")] == [
+        *("install 0", "generate 0", "generate 0"),
+        *("install 1", "generate 1", "generate 1"),
+        *("install 2", "generate 2", "generate 2"),
+        *("install 3", "generate 3"),
+    ]
+    assert log.seeds[2] == log.seeds[1][1:], "the prompt that was not complete, with the seeds that it had"
+
+
+def test_with_finish_nobody_is_interrupted(samplers, tmp_path):
+    trainer, _, log = run(samplers, tmp_path, async_steps=1, max_steps=2)
+    log.interrupt = lambda version: pytest.fail("interrupted")
+    trainer.train()
+
+
+def test_an_install_that_fails_leaves_nobody_waiting_for_what_was_cut_short(samplers, tmp_path):
+    trainer, _, _ = run(samplers, tmp_path, async_steps=1, async_in_flight="abort")
+    log = trainer.vllm_generation.samplers = Interrupted(trainer.vllm_generation.samplers.sampler)
+    log.refuse = 1
+    with pytest.raises(SamplerError, match="it broke"):
+        trainer.train()
+    trainer.vllm_generation.close()
+
+
+def test_an_incomplete_group_is_refused_even_from_who_was_interrupted(samplers, tmp_path):
+    trainer, _, _ = run(samplers, tmp_path, async_steps=1, async_in_flight="abort")
+    log = trainer.vllm_generation.samplers = Interrupted(trainer.vllm_generation.samplers.sampler)
+    original = log.generate
+    log.generate = lambda *call: original(*call)[: None if len(log.seeds) == 1 else GROUP - 1]
+    with pytest.raises(SamplerError, match="4 completions were requested, 3 came back; groups are all or nothing"):
+        trainer.train()
+    trainer.vllm_generation.close()
+
+
 def test_refusals(samplers, tmp_path):
+    with pytest.raises(ConfigError, match="async_in_flight is 'drop'; use finish or abort"):
+        QuantGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, async_in_flight="drop")
     with pytest.raises(ConfigError, match="async_steps=-1"):
         QuantGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, async_steps=-1)
     trainer, _, log = run(samplers, tmp_path, async_steps=1)

@@ -74,7 +74,12 @@ def test_a_temperature_without_a_ratio_is_refused(temperature):
     one_line(error.value)
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.3])
+def test_a_temperature_that_no_sampler_takes_is_refused_before_one_is_started():
+    with pytest.raises(ConfigError, match="more than vLLM samples at; use at most 2"):
+        config(temperature=2.5)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.3, 2.0])
 def test_other_temperatures_are_accepted(temperature):
     assert config(temperature=temperature).temperature == temperature
 
