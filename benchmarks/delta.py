@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from bf16_deltas import flat, gaps_and_zstd, ideal, others
 from common import interleave, report, row, seconds
-from record_steps import RECORDINGS, checkpoints, record, timings
+from record_steps import FOLDER, RECORDINGS, checkpoints, record, timings
 from safetensors.torch import load_file
 
 from rlq import delta
@@ -24,7 +24,6 @@ from rlq.publish import Snapshot, snapshot, tensor_digest
 from rlq.quantize.model import quantize_weights
 from rlq.schemes import Scheme
 
-FOLDER = Path.home() / ".cache/rlq-bench/steps"
 GOALS = {"fp8": 6, "int8": 12, "nvfp4": 30}
 WHOLE_GOAL = 300
 BEST, LITERAL = "best bf16 delta", "bf16 gaps and values through zstd"

@@ -25,6 +25,7 @@ import numpy as np
 import ray
 import torch
 from common import ROOT, report, row, seconds
+from record_steps import FOLDER
 from safetensors.torch import load_file
 
 from rlq import scaling
@@ -35,7 +36,6 @@ from samplers.options import SamplerConfig
 from samplers.pool import SamplerPool
 
 ROUNDS = 5
-FOLDER = Path.home() / ".cache/rlq-bench/steps"
 RECORDING = "smollm2-1e-6"
 PROMPT = Request(tuple(range(20, 40)), num_samples=1, seed=0)
 SAMPLING = Sampling(temperature=1.0, max_tokens=2, stop_token_ids=(2,))

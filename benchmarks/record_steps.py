@@ -23,6 +23,7 @@ from common import ROOT
 
 CONFIG = ROOT / "configs/grpo_fp8.yaml"
 FIRST_NUMBER = re.compile(r"-?\d+")
+FOLDER = Path.home() / ".cache/rlq-bench/steps"
 MODEL = "smollm2"  # where the downloaded model is kept as a checkpoint
 
 
@@ -80,7 +81,7 @@ def record(directory: Path) -> None:
     """Record what is not there yet, each run in its own process."""
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / MODEL).is_dir():
-        _save_model(directory)
+        save_model(directory)
     for name, recording in RECORDINGS.items():
         if len(checkpoints(directory, name)) < len(recording.kept):
             print(f"recording {name}", flush=True)
@@ -89,8 +90,8 @@ def record(directory: Path) -> None:
             subprocess.run(command, cwd=ROOT / "benchmarks", env=environment, check=True)
 
 
-def _save_model(directory: Path) -> None:
-    """The packaged model as a bf16 checkpoint, and the sums that it is trained on."""
+def save_model(directory: Path) -> None:
+    """Write the packaged model as a bf16 checkpoint, and the sums that it is trained on."""
     import torch
     from smollm2 import load
 

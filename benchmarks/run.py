@@ -19,6 +19,7 @@ BENCHMARKS = {
     "runs": "runs.py",
     "kill": "kill.py",
     "publish": "publish.py",
+    "share": "share.py",
 }
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 

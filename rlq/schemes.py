@@ -174,6 +174,11 @@ class Scheme:
         """False for the identity control, whose snapshots are bf16."""
         return self.weights is not None or any(PRESETS[name].weights is not None for _, name in self.per_layer)
 
+    @property
+    def calibrated(self) -> bool:
+        """True if some layer's activation scales are static, so that every version needs a calibration."""
+        return self.static or any(PRESETS[name].static for _, name in self.per_layer)
+
     def layer(self, module: str, ndim: int = 2) -> LayerScheme:
         """What applies to the weight and the input of `module` (a dotted name without `.weight`)."""
         if ndim != 2 or EMBEDDINGS.search(module) or any(matches(pattern, module) for pattern in self.ignore):

@@ -68,6 +68,13 @@ class SamplerConfig:
         default=None,
         metadata={"help": "Other schemes for some modules, as PATTERN=SCHEME, such as re:.*down_proj=fp8."},
     )
+    sampler_static_activations: bool = field(
+        default=False,
+        metadata={
+            "help": "Activation scales that are calibrated for every version and not computed per input, for schemes "
+            "whose inputs have one scale (fp8_tensor, nvfp4); what vLLM's NVFP4 kernels need."
+        },
+    )
     sampler_kv_cache: str | None = field(
         default=None, metadata={"help": "Round keys and values as they enter the cache: fp8, int8 or int4."}
     )
@@ -113,11 +120,7 @@ class SamplerConfig:
     sampler_startup_timeout_s: float = field(default=300.0, metadata={"help": "Seconds that actors get to load."})
 
     def __post_init__(self) -> None:
-        if self.scheme().static:
-            raise ConfigError(
-                f"sampler_scheme {self.sampler_scheme!r} needs activation scales calibrated for every version; "
-                "take a dynamic twin, such as fp8_tensor for fp8_static"
-            )
+        self.scheme()  # names and patterns that cannot be are refused now
         if self.num_samplers < 1:
             raise ConfigError(f"num_samplers is {self.num_samplers}; use at least 1")
         if self.sampler_whole_every < 1:
@@ -153,6 +156,7 @@ class SamplerConfig:
             ignore=self.sampler_ignore,
             per_layer={pattern: scheme for pattern, _, scheme in pairs},
             kv_cache=self.sampler_kv_cache,
+            static=self.sampler_static_activations or None,
         )
 
     def engine(self) -> EngineOptions:

@@ -17,6 +17,7 @@ from rlq.publish import snapshot, write_directory
 from rlq.schemes import Scheme
 from rlq.types import Sampler
 
+from .calibration import calibrate
 from .checkpoints import CheckpointMarker
 from .grpo import QuantGRPOTrainer
 from .observe import ObserveConfig, Observer, RewardTap
@@ -131,8 +132,9 @@ def train(plan: LearnerPlan, samplers: Sampler | None) -> None:
     finally:
         trainer.vllm_generation.close()
     state: Any = trainer.accelerator.get_state_dict(trainer.model) if trainer.accelerator.num_processes > 1 else None
+    amax = calibrate(trainer, plan.scheme)
     if main:
-        save_final(trainer, plan, state)
+        save_final(trainer, plan, state, amax)
         history = [r for r in records.load(plan.run_dir / records.FILE) if "loss" in r]
         curves.plot_curves({plan.run_dir.name: history}, plan.run_dir / "curves.png")
         from rich.console import Console
@@ -143,7 +145,12 @@ def train(plan: LearnerPlan, samplers: Sampler | None) -> None:
         raise SamplerError(f"the guard ended the run ({trainer.observer.stopped}); resume from its checkpoint")
 
 
-def save_final(trainer: QuantGRPOTrainer, plan: LearnerPlan, state: dict[str, torch.Tensor] | None) -> None:
+def save_final(
+    trainer: QuantGRPOTrainer,
+    plan: LearnerPlan,
+    state: dict[str, torch.Tensor] | None,
+    input_amax: dict[str, float] | None,
+) -> None:
     """Write the trained policy in bf16, and as samplers serve it."""
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     version = trainer.state.global_step
@@ -158,4 +165,4 @@ def save_final(trainer: QuantGRPOTrainer, plan: LearnerPlan, state: dict[str, to
         quantized = plan.run_dir / f"final-{plan.scheme.name}"
         named = state.items() if state else model.named_parameters()
         tokenizer.save_pretrained(quantized)
-        write_directory(snapshot(named, plan.scheme, version), quantized, config)
+        write_directory(snapshot(named, plan.scheme, version, input_amax), quantized, config)

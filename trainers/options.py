@@ -57,7 +57,15 @@ class QuantGRPOConfig(GRPOConfig):
         },
     )
     canary_tolerance: float = field(
-        default=0.05, metadata={"help": "Mean difference in nats per token above which a sampler is installed again."}
+        default=0.05,
+        metadata={
+            "help": "Mean difference in nats per token, beyond what rounding explains, above which a "
+            "sampler is installed again."
+        },
+    )
+    calibration_prompts: int = field(
+        default=32,
+        metadata={"help": "Prompts on which static activation scales are calibrated, for every version."},
     )
     compact_buckets: int = field(
         default=8,
@@ -85,6 +93,8 @@ class QuantGRPOConfig(GRPOConfig):
                 f"canary_prompts={self.canary_prompts} and canary_tolerance={self.canary_tolerance} cannot be used; "
                 "take a count from 0 and a tolerance above 0"
             )
+        if self.calibration_prompts < 1:
+            raise ConfigError(f"calibration_prompts={self.calibration_prompts} calibrates nothing; use at least 1")
         if self.compact_buckets < 0:
             raise ConfigError(f"compact_buckets={self.compact_buckets} is negative; use 0 to compute the padding too")
         if self.max_completion_length is None:

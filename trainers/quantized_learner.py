@@ -15,6 +15,8 @@ from rlq.publish import snapshot
 from rlq.quantize import fake_quantize
 from rlq.schemes import Scheme
 
+from .calibration import calibrate
+
 if TYPE_CHECKING:
     from .grpo import QuantGRPOTrainer
 
@@ -29,7 +31,7 @@ def quantized_copy(trainer: "QuantGRPOTrainer", scheme: Scheme, version: int) ->
     """Copy the learner's model and make it compute what a sampler of `scheme` computes at `version`."""
     learner: Any = trainer.accelerator.unwrap_model(trainer.model)
     model = empty_twin(learner.config, scheme)
-    load_snapshot(model, snapshot(learner.named_parameters(), scheme, version))
+    load_snapshot(model, snapshot(learner.named_parameters(), scheme, version, calibrate(trainer, scheme)))
     return model.to(learner.device)
 
 

@@ -11,7 +11,7 @@ from rlq.canary import Probe, teacher_forced
 from rlq.errors import ConfigError, SamplerError
 from rlq.publish import snapshot
 from rlq.schemes import Scheme
-from trainers.canary import Canary
+from trainers.canary import NOISE_EVERY, Canary
 from trainers.options import QuantGRPOConfig
 
 
@@ -42,6 +42,28 @@ def test_a_sampler_that_serves_the_version_passes_and_one_with_a_wrong_layer_doe
         sampler.model.model.layers[1].mlp.down_proj.weight.mul_(-1)  # what no digest of the codes would show
     with pytest.raises(SamplerError, match="the canary is"):
         probe.check(teacher_forced(sampler.model, probe.prompts))
+
+
+def test_what_rounding_alone_can_do_is_tolerated(samplers, tmp_path, monkeypatch):
+    trainer, _ = build(samplers, tmp_path, "fp8", canary_tolerance=0.1)
+    snap = snapshot(trainer.model.named_parameters(), samplers["fp8"].scheme, 1)
+    calm = Canary(trainer).probe(snap)
+    assert calm is not None
+    assert 0.1 < calm.tolerance < 0.1 + 3e-3, "four layers amplify little"
+    embeddings = []
+
+    def chaotic(model, prompts):
+        embeddings.append(model.get_input_embeddings().weight.clone())
+        return [tuple(-1.0 + 0.2 * (len(embeddings) % 2) for _ in prompt[1:]) for prompt in prompts]
+
+    monkeypatch.setattr("trainers.canary.teacher_forced", chaotic)
+    canary = Canary(trainer)
+    probes: Any = [canary.probe(snap) for _ in range(NOISE_EVERY + 1)]
+    assert [p.tolerance for p in probes] == pytest.approx([0.1 + 3 * 0.2] * len(probes))
+    assert len(embeddings) == len(probes) + 2, "measured at the first and the eleventh"
+    exact, nudged = embeddings[:2]
+    assert 0 < (nudged / exact - 1)[exact != 0].abs().max() <= 1.2e-6
+    assert torch.equal(embeddings[2], exact), "the next version is scored as it is"
 
 
 def test_the_copy_follows_every_version_and_every_scheme(samplers, tmp_path):
