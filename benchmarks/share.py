@@ -14,7 +14,7 @@ from pathlib import Path
 from common import ROOT, report, row
 from record_steps import FOLDER, MODEL, save_model
 
-COMPLETIONS, TOKENS, STEPS = 64, 128, 4
+COMPLETIONS, TOKENS, STEPS = 64, 128, 3
 SYNC = ("rlq/sync/quantize_s", "rlq/sync/ship_s", "rlq/sync/install_s")
 """Seconds of a sync, one part after the other; `rlq/sync/pause_s` lies within the last one."""
 
@@ -33,7 +33,7 @@ def main() -> None:
         flags = {
             "model_name_or_path": FOLDER / MODEL, "dataset_name": prompts, "reward_funcs": "record_steps.closeness",
             "learning_rate": 1e-6, "lr_scheduler_type": "constant", "max_steps": STEPS, "num_samplers": 2,
-            "per_device_train_batch_size": COMPLETIONS, "num_generations": 8, "max_completion_length": TOKENS,
+            "per_device_train_batch_size": 16, "gradient_accumulation_steps": COMPLETIONS // 16, "num_generations": 8, "max_completion_length": TOKENS,
             "sampler_max_model_len": 192, "sampler_max_num_seqs": 64, "learner_num_threads": 2,
             "report_to": "none", "save_strategy": "no", "output_dir": Path(scratch, "run"),
         }  # fmt: skip

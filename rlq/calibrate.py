@@ -1,13 +1,15 @@
-"""Calibration: the largest magnitude of each linear layer's input on sample texts, for static activation scales.
+"""Calibration: the largest magnitudes of linear layers' inputs, and of keys and values, for static scales.
 
 A fine-tuned policy moves its outliers, so calibrate on the policy that is served, with prompts like those it will see.
 """
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
+from .emulate import attentions, cache_through
 from .errors import ConfigError
 
 
@@ -48,6 +50,39 @@ def input_amax(model: torch.nn.Module, batches: Iterable[torch.Tensor]) -> dict[
     if broken:
         raise ConfigError(f"the input of {broken[0]!r} is not finite on the calibration texts; the model is broken")
     return {name: float(amax) for name, amax in found.items()}
+
+
+def cache_amax(model: torch.nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, float]:
+    """Run a model and record amax of the keys and of the values that each attention layer puts into its cache.
+
+    Args:
+        model: a causal model of transformers, called as `model(input_ids=..., past_key_values=...)`.
+        batches: token ids (B, T), without padding.
+
+    Returns:
+        `<attention>.k_cache` and `<attention>.v_cache`, by module name.
+
+    Raises:
+        ConfigError: no batch, or keys and values that are not finite.
+    """
+    names = {module.layer_idx: name for name, module in attentions(model).items()}
+    found: dict[str, float] = {}
+
+    def record(keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        for kind, tensor in (("k", keys), ("v", values)):
+            name = f"{names[layer]}.{kind}_cache"
+            found[name] = max(found.get(name, 0.0), float(tensor.abs().amax()))
+        return keys, values
+
+    with torch.no_grad():
+        for batch in batches:
+            model(input_ids=batch, past_key_values=cache_through(record), use_cache=True)
+    if not found:
+        raise ConfigError("calibration saw no keys and values; pass at least one text, and a model that caches them")
+    broken = [name for name, amax in found.items() if not math.isfinite(amax)]
+    if broken:
+        raise ConfigError(f"{broken[0]!r} is not finite on the calibration texts; the model is broken")
+    return found
 
 
 def calibrate_checkpoint(directory: Path, texts: Path, max_tokens: int = 512) -> dict[str, float]:

@@ -1,11 +1,14 @@
-"""A transformers model that computes what a sampler computes: dequantized weights, rounded activations."""
+"""A transformers model that computes what a sampler computes: dequantized weights, rounded activations and caches."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from .linear import emulated_linear
+from .linear import emulated_linear, quantize_heads
 from .publish import Snapshot
 from .quantize import QuantizedTensor
-from .quantize.model import INPUT_GLOBAL_SCALE, INPUT_SCALE
+from .quantize.model import CACHE_SCALES, INPUT_GLOBAL_SCALE, INPUT_SCALE
 from .schemes import LayerScheme, Scheme
 
 
@@ -31,12 +34,53 @@ class EmulatedLinear(torch.nn.Module):
         return emulated_linear(x, self.weight, self.bias, self.scheme.activations, self.input_scale)
 
 
-def emulate(model: torch.nn.Module, scheme: Scheme) -> None:
-    """Replace, in place, every linear that `scheme` quantizes by an `EmulatedLinear`."""
+def emulate(model: Any, scheme: Scheme) -> None:
+    """Replace, in place, every linear that `scheme` quantizes by an `EmulatedLinear`, and round what is cached."""
     for name, module in list(model.named_modules()):
         layer = scheme.layer(name)
         if isinstance(module, torch.nn.Linear) and layer.weights is not None:
             model.set_submodule(name, EmulatedLinear(module, layer))
+    if scheme.kv_cache is not None:
+        _emulate_cache(model, scheme.kv_cache, scheme.calibrated_cache)
+
+
+def attentions(model: torch.nn.Module) -> dict[str, Any]:
+    """Attention modules by name; transformers tells them their place among the layers."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name.endswith(("attn", "attention")) and isinstance(getattr(module, "layer_idx", None), int)
+    }
+
+
+def cache_through(change: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """An empty cache of transformers whose keys and values, and the layer's index, pass through `change` first."""
+    from transformers import DynamicCache
+
+    cache: Any = DynamicCache()
+    store = cache.update
+    cache.update = lambda keys, values, layer, *rest, **more: store(*change(keys, values, layer), layer, *rest, **more)
+    return cache
+
+
+def _emulate_cache(model: Any, kv_cache: str, calibrated: bool) -> None:
+    layers = {module.layer_idx: module for module in attentions(model).values()}
+    if calibrated:
+        for module in layers.values():
+            for leaf in CACHE_SCALES:
+                module.register_parameter(leaf, torch.nn.Parameter(torch.ones(1), requires_grad=False))
+
+    def rounded(keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = [getattr(layers[layer], leaf) if calibrated else None for leaf in CACHE_SCALES]
+        k, v = (quantize_heads(x, kv_cache, x.shape[-1], s) for x, s in zip((keys, values), scales, strict=True))
+        return k, v
+
+    def supply(_, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if kwargs.get("past_key_values") is None:
+            kwargs["past_key_values"] = cache_through(rounded)
+        return args, kwargs
+
+    model.base_model.register_forward_pre_hook(supply, with_kwargs=True)
 
 
 @torch.no_grad()

@@ -27,15 +27,15 @@ def emulated_linear(
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def quantize_heads(x: torch.Tensor, kv_cache: str, head_size: int) -> torch.Tensor:
-    """Round cached keys or values, with one scale per token and head, computed as they enter the cache.
-
-    Nothing is calibrated, so nothing goes stale when new weights are published.
+def quantize_heads(x: torch.Tensor, kv_cache: str, head_size: int, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """Round keys or values as they enter the cache.
 
     Args:
         x: (..., heads * head_size) or (..., heads, head_size).
         kv_cache: one of `rlq.schemes.KV_CACHES`.
-        head_size: elements that share a scale.
+        head_size: elements that share a scale, where scales are computed.
+        scale: calibrated scale of all of them, fp32 (1,), for the `tensor` caches.
     """
+    element, _, granularity = kv_cache.partition(".")
     heads = x.reshape(-1, head_size)
-    return quantize_activations(heads, TensorScheme(kv_cache, "token")).view(x.shape)
+    return quantize_activations(heads, TensorScheme(element, granularity or "token"), scale).view(x.shape)

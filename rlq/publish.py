@@ -13,7 +13,7 @@ import torch
 from .checkpoint import bf16_checkpoint
 from .errors import SnapshotError
 from .files import write_renamed
-from .quantize.model import check_scheme, quantize_weights
+from .quantize.model import cache_scales, check_scheme, quantize_weights
 from .schemes import Scheme
 
 ALIGN = 64  # bytes; keeps every tensor of a packed buffer aligned for vector loads
@@ -73,7 +73,7 @@ def snapshot(
     named_tensors: Iterable[tuple[str, torch.Tensor]],
     scheme: Scheme,
     version: int,
-    input_amax: Mapping[str, float] | None = None,
+    amax: Mapping[str, float] | None = None,
 ) -> Snapshot:
     """Quantize a learner's parameters into the snapshot that samplers install.
 
@@ -81,20 +81,22 @@ def snapshot(
         named_tensors: `model.named_parameters()` or the items of a state dict.
         scheme: model scheme.
         version: learner step, at least 0.
-        input_amax: calibrated magnitudes of the linears' inputs, for schemes with static activations.
+        amax: calibrated magnitudes from `rlq.calibrate`, for schemes with static scales of inputs or caches.
 
     Raises:
         SnapshotError: see `rlq.checkpoint.bf16_checkpoint`; or the scheme quantizes nothing.
-        ConfigError: see `rlq.quantize.model.check_scheme`; or static activations without their magnitudes.
+        ConfigError: see `rlq.quantize.model.check_scheme`; or static scales without their magnitudes.
     """
     named = list(named_tensors)
     live = {tensor.data_ptr() for _, tensor in named}
     weights = bf16_checkpoint(named, check=False)  # quantizing does
     check_scheme(scheme, {name: weight.shape for name, weight in weights.items()})
     tensors: dict[str, torch.Tensor] = {}
-    for _, wire in quantize_weights(weights, scheme, input_amax):
+    for _, wire in quantize_weights(weights, scheme, amax):
         # What is published as it is must not move with the learner.
         tensors |= {name: t.clone() if t.data_ptr() in live else t for name, t in wire.items()}
+    if scheme.calibrated_cache:
+        tensors |= cache_scales(scheme, amax or {})
     return Snapshot(tensors, version, scheme, tensor_digest(tensors))
 
 

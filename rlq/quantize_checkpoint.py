@@ -111,7 +111,7 @@ def quantize_checkpoint(
     _check_types(files)
     check_scheme(scheme, files.shapes)
     _check_destination(model, out)
-    if scheme.calibrated and calibration is None:
+    if scheme.calibrated_inputs and calibration is None:
         raise ConfigError(f"scheme {scheme.name!r} has static activation scales; pass --calibration FILE")
     input_amax = calibrate_checkpoint(model, calibration) if calibration is not None else None
     rows: list[QuantizedWeight] = []

@@ -80,7 +80,9 @@ DEFAULT_IGNORE = ("lm_head", r"re:.*norm\d*$", r"re:.*\.mlp\.gate$", r"re:.*rout
 EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|wpe|word_embeddings|position_embeddings|tok_embeddings)$")
 # Projections that read one input and that engines fuse into one matrix; they share every scale that spans a tensor.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-KV_CACHES = ("fp8", "int8", "int4")
+# Formats of cached keys and values: with a scale per token and head, computed as they enter the cache, or with one
+# calibrated scale for all keys of a layer and one for all values, as vLLM's own caches have.
+KV_CACHES = ("fp8", "int8", "int4", "fp8.tensor", "int8.tensor", "int4.tensor")
 # Activation schemes whose scale can be calibrated beforehand.
 STATIC = ("fp8.tensor", "fp8_e5m2.tensor", "int8.tensor", "nvfp4")
 # A dot that the writer probably meant as a dot: not escaped, and neither `.*` nor its kin unless right behind a number.
@@ -129,7 +131,7 @@ class Scheme:
     per_layer: tuple[tuple[str, str], ...] = ()
     """(pattern, preset) pairs for modules that get another preset; the first pattern that matches counts."""
     kv_cache: str | None = None
-    """Format of cached keys and values, one of `KV_CACHES`, scaled per token and head; None leaves them alone."""
+    """Format of cached keys and values, one of `KV_CACHES`; None leaves them alone."""
 
     @classmethod
     def preset(
@@ -175,9 +177,14 @@ class Scheme:
         return self.weights is not None or any(PRESETS[name].weights is not None for _, name in self.per_layer)
 
     @property
-    def calibrated(self) -> bool:
-        """True if some layer's activation scales are static, so that every version needs a calibration."""
+    def calibrated_inputs(self) -> bool:
+        """True if some layer's activation scale is static, so that every version needs `rlq.calibrate.input_amax`."""
         return self.static or any(PRESETS[name].static for _, name in self.per_layer)
+
+    @property
+    def calibrated_cache(self) -> bool:
+        """True if the scales of keys and values are static, so that every version needs `rlq.calibrate.cache_amax`."""
+        return self.kv_cache is not None and self.kv_cache.endswith(".tensor")
 
     def layer(self, module: str, ndim: int = 2) -> LayerScheme:
         """What applies to the weight and the input of `module` (a dotted name without `.weight`)."""

@@ -102,7 +102,7 @@ def kernel_plan(scheme: Scheme, capability: tuple[int, int] | None) -> KernelPla
     parts = [scheme, *(PRESETS[name] for _, name in scheme.per_layer)]
     plans = [_plan(part, capability) for part in parts if part.weights is not None]
     if scheme.kv_cache is not None:
-        note = f"vLLM's own cache has no {scheme.kv_cache} scaled per token and head"
+        note = f"caches in {scheme.kv_cache} are rlq's own, not vLLM's"
         return KernelPlan("emulated", (), scheme.activations is not None, note)
     if not plans:
         return KernelPlan("emulated", (), False, "nothing is quantized")

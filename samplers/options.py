@@ -76,7 +76,11 @@ class SamplerConfig:
         },
     )
     sampler_kv_cache: str | None = field(
-        default=None, metadata={"help": "Round keys and values as they enter the cache: fp8, int8 or int4."}
+        default=None,
+        metadata={
+            "help": "Round keys and values as they enter the cache: fp8, int8 or int4 per token and head, or with one "
+            "scale per layer that is calibrated for every version (fp8.tensor and so on)."
+        },
     )
     num_samplers: int = field(default=2, metadata={"help": "Ray actors, one vLLM engine each."})
     sampler_num_cpus: float = field(default=1, metadata={"help": "CPUs per actor, also its thread count."})
@@ -142,8 +146,8 @@ class SamplerConfig:
             raise ConfigError(f"sampler_arithmetic is {self.sampler_arithmetic!r}; use auto, emulated or kernel")
         if self.sampler_arithmetic == "kernel" and self.sampler_kv_cache is not None:
             raise ConfigError(
-                f"vLLM's kernels have no {self.sampler_kv_cache} cache scaled per token and head; leave "
-                "sampler_kv_cache out or set sampler_arithmetic: emulated"
+                f"a cache in {self.sampler_kv_cache} is emulated; leave sampler_kv_cache out or set "
+                "sampler_arithmetic: emulated"
             )
 
     def scheme(self) -> Scheme:

@@ -8,6 +8,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from rlq.interop import RLQ_METHOD
 from rlq.linear import quantize_heads
+from rlq.quantize.model import CACHE_SCALES
 from rlq.schemes import Scheme
 
 from .emulated import EmulatedLinearMethod
@@ -48,7 +49,7 @@ class RlqConfig(QuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> LinearMethodBase | None:
         """Emulate every linear layer and, if the scheme says so, the KV cache; embeddings and heads stay vLLM's own."""
         if isinstance(layer, Attention) and self.scheme.kv_cache is not None:
-            _emulate_kv_cache(layer, self.scheme.kv_cache)
+            _emulate_kv_cache(layer, self.scheme.kv_cache, self.scheme.calibrated_cache)
         if not isinstance(layer, LinearBase):
             return None
         shards = self.packed_modules_mapping.get(prefix.rpartition(".")[2], [])
@@ -60,15 +61,21 @@ class RlqConfig(QuantizationConfig):
         return EmulatedLinearMethod(schemes.pop())
 
 
-def _emulate_kv_cache(layer: Attention, kv_cache: str) -> None:
+def _emulate_kv_cache(layer: Attention, kv_cache: str, calibrated: bool) -> None:
     """Round keys and values on their way into the cache; vLLM asks for the method more than once, this acts once."""
     if hasattr(layer, "rlq_kv_cache"):
         return
 
     def round_keys_and_values(module: Attention, args: tuple) -> tuple:
         query, key, value, *rest = args
-        key = quantize_heads(key, kv_cache, module.head_size)
-        return query, key, quantize_heads(value, kv_cache, module.head_size_v), *rest
+        k_scale, v_scale = (module.k_scale, module.v_scale) if calibrated else (None, None)
+        key = quantize_heads(key, kv_cache, module.head_size, k_scale)
+        return query, key, quantize_heads(value, kv_cache, module.head_size_v, v_scale), *rest
+
+    if calibrated:
+        for leaf in CACHE_SCALES:
+            scale = torch.nn.Parameter(torch.ones(1, dtype=torch.float32), requires_grad=False)
+            layer.register_parameter(leaf, scale)
 
     layer.rlq_kv_cache = layer.register_forward_pre_hook(round_keys_and_values)  # type: ignore[assignment]
 

@@ -4,29 +4,15 @@ import time
 from collections.abc import Sequence
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlq.canary import Probe, teacher_forced
-from rlq.emulate import emulate, load_snapshot
+from rlq.emulate import attentions, emulate, load_snapshot
 from rlq.errors import SamplerError, SnapshotError
-from rlq.linear import quantize_heads
 from rlq.publish import Snapshot, check_specs, snapshot
 from rlq.schemes import Scheme
 from rlq.types import InstallReport, Request, Rollout, Sampling
-
-
-class RoundedCache(DynamicCache):
-    """A key-value cache whose entries are rounded as they enter it."""
-
-    def __init__(self, kv_cache: str):
-        super().__init__()
-        self.kv_cache = kv_cache
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """Round, store, and return everything stored."""
-        key_states, value_states = (quantize_heads(x, self.kv_cache, x.shape[-1]) for x in (key_states, value_states))
-        return super().update(key_states, value_states, *args, **kwargs)
 
 
 class TransformersSampler:
@@ -51,8 +37,9 @@ class TransformersSampler:
         self.version: int | None = None
         self._interrupted: int | None = None
         # Only names and shapes matter here, so any calibration does.
-        input_amax = {name: 1.0 for name, module in self.model.named_modules() if isinstance(module, torch.nn.Linear)}
-        self.specs = snapshot(self.model.named_parameters(), scheme, 0, input_amax).specs
+        amax = {name: 1.0 for name, module in self.model.named_modules() if isinstance(module, torch.nn.Linear)}
+        amax |= {f"{name}.{kind}_cache": 1.0 for name in attentions(self.model) for kind in "kv"}
+        self.specs = snapshot(self.model.named_parameters(), scheme, 0, amax).specs
         emulate(self.model, scheme)
 
     def ship(self, snap: Snapshot) -> None:
@@ -99,7 +86,7 @@ class TransformersSampler:
         generator = torch.Generator().manual_seed(seed)
         tokens: list[int] = []
         logprobs: list[float] = []
-        step_input, cache = torch.tensor([request.prompt_ids]), self._cache()
+        step_input, cache = torch.tensor([request.prompt_ids]), None
         while len(tokens) < sampling.max_tokens and (not tokens or tokens[-1] not in sampling.stop_token_ids):
             out = self.model(input_ids=step_input, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
@@ -126,12 +113,9 @@ class TransformersSampler:
         """Log-probs (T,) in nats of a rollout's tokens under the served weights, teacher-forced."""
         ids = torch.tensor([rollout.prompt_ids + rollout.token_ids])
         start = len(rollout.prompt_ids) - 1
-        logits = self.model(input_ids=ids, past_key_values=self._cache()).logits[0, start:-1]
+        logits = self.model(input_ids=ids).logits[0, start:-1]
         log_p = torch.log_softmax(logits.float() / rollout.temperature, dim=-1)
         return log_p.gather(1, ids[0, start + 1 :, None])[:, 0]
-
-    def _cache(self) -> DynamicCache | None:
-        return None if self.scheme.kv_cache is None else RoundedCache(self.scheme.kv_cache)
 
     def close(self) -> None:
         """Nothing to release."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from rlq.publish import TensorSpec
+from rlq.quantize.model import CACHE_SCALES
 
 from .emulated import DERIVED, EmulatedLinearMethod, ShardParameter
 
@@ -62,7 +63,9 @@ def slots(model: torch.nn.Module) -> dict[str, Slot]:
             parent, _, last = module_name.rpartition(".")
             shards = packed.get(last)
             names = [f"{parent}.{shard}.{leaf}" for shard in shards] if shards else [f"{module_name}.{leaf}"]
-            exact = "weight_scale" in own and leaf != "bias"
+            if leaf in CACHE_SCALES:  # vLLM has a layer of its own for what checkpoints say of their attention
+                names = [f"{parent}.{leaf}"]
+            exact = ("weight_scale" in own and leaf != "bias") or leaf in CACHE_SCALES
             tile_rows = getattr(param, "tile_rows", 1)
             out |= {n: Slot(module, leaf, i, len(names), tile_rows, exact) for i, n in enumerate(names)}
     return out

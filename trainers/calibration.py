@@ -1,11 +1,11 @@
-"""Static activation scales: what the learner's linears read on prompts of the training set, at every publish."""
+"""Static scales: what the learner's linears read and its attention caches on prompts of the training set, each time."""
 
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlq.calibrate import input_amax
+from rlq.calibrate import cache_amax, input_amax
 from rlq.schemes import Scheme
 
 if TYPE_CHECKING:
@@ -23,21 +23,23 @@ def first_prompts(trainer: "QuantGRPOTrainer", count: int, longest: int) -> list
 
 
 def calibrate(trainer: "QuantGRPOTrainer", scheme: Scheme) -> dict[str, float] | None:
-    """Largest magnitude of each linear's input under the learner as it is; None if `scheme` has no static scales.
+    """Largest magnitudes under the learner as it is, as `rlq.publish.snapshot` takes them; None if nothing is static.
 
     The same prompts every time, so that a resumed run publishes what it would have published. All ranks enter, because
     a sharded model computes on all of them.
 
     Raises:
-        ConfigError: an input that is not finite.
+        ConfigError: something that is not finite.
     """
-    if not scheme.calibrated:
+    if not (scheme.calibrated_inputs or scheme.calibrated_cache):
         return None
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     prompts = first_prompts(trainer, trainer.args.calibration_prompts, LONGEST)
+    batches = [torch.tensor([prompt], device=trainer.accelerator.device) for prompt in prompts]
     training = model.training
     model.eval()
     try:
-        return input_amax(model, (torch.tensor([prompt], device=trainer.accelerator.device) for prompt in prompts))
+        inputs = input_amax(model, batches) if scheme.calibrated_inputs else {}
+        return inputs | (cache_amax(model, batches) if scheme.calibrated_cache else {})
     finally:
         model.train(training)

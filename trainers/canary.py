@@ -44,13 +44,9 @@ class Canary:
         self._probes = 0
 
     def probe(self, snap: Snapshot) -> Probe | None:
-        """What an engine that serves `snap` has to answer; None if nobody asked for it.
-
-        Also None for schemes that round keys and values, which the copy does not, and for prompts of one token, which
-        leave nothing to score.
-        """
+        """What an engine that serves `snap` has to answer; None if nobody asked, or if all prompts have one token."""
         args = self.trainer.args
-        if not args.canary_prompts or snap.scheme.kv_cache is not None:
+        if not args.canary_prompts:
             return None
         if self._twin is None or self._twin[0] != snap.scheme:
             model: Any = self.trainer.accelerator.unwrap_model(self.trainer.model)

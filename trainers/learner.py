@@ -149,7 +149,7 @@ def save_final(
     trainer: QuantGRPOTrainer,
     plan: LearnerPlan,
     state: dict[str, torch.Tensor] | None,
-    input_amax: dict[str, float] | None,
+    amax: dict[str, float] | None,
 ) -> None:
     """Write the trained policy in bf16, and as samplers serve it."""
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
@@ -165,4 +165,4 @@ def save_final(
         quantized = plan.run_dir / f"final-{plan.scheme.name}"
         named = state.items() if state else model.named_parameters()
         tokenizer.save_pretrained(quantized)
-        write_directory(snapshot(named, plan.scheme, version, input_amax), quantized, config)
+        write_directory(snapshot(named, plan.scheme, version, amax), quantized, config)

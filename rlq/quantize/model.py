@@ -6,12 +6,13 @@ import torch
 
 from ..checkpoint import check_finite
 from ..errors import ConfigError, SnapshotError
-from ..schemes import EMBEDDINGS, LayerScheme, Scheme, fused_siblings
+from ..schemes import EMBEDDINGS, LayerScheme, Scheme, TensorScheme, fused_siblings
 from .dispatch import largest_magnitude, quantize
 from .reference import spans_tensor, tensor_scale
 
 # Calibrated scale of a layer's input: the suffix depends on whether it is the scale itself or NVFP4's divisor.
 INPUT_SCALE, INPUT_GLOBAL_SCALE = "input_scale", "input_global_scale"
+CACHE_SCALES = ("k_scale", "v_scale")
 
 
 def linear_modules(shapes: Mapping[str, torch.Size]) -> list[str]:
@@ -86,6 +87,30 @@ def quantize_weights(
         if layer.static:
             wire |= _input_scale(module, layer, input_amax or {})
         yield name, {f"{module}.{suffix}": tensor for suffix, tensor in wire.items()}
+
+
+def cache_scales(scheme: Scheme, amax: Mapping[str, float]) -> dict[str, torch.Tensor]:
+    """Wire tensors of a cache with calibrated scales: `<attention>.k_scale` and `.v_scale`, fp32 (1,).
+
+    Args:
+        scheme: model scheme with `calibrated_cache`.
+        amax: from `rlq.calibrate.cache_amax`, among others.
+
+    Raises:
+        ConfigError: nothing was calibrated.
+    """
+    assert scheme.kv_cache is not None
+    tensor = TensorScheme.parse(scheme.kv_cache)
+    found = {
+        f"{name.removesuffix('_cache')}_scale": tensor_scale(torch.tensor([value], dtype=torch.float32), tensor)
+        for name, value in amax.items()
+        if name.endswith(("k_cache", "v_cache"))
+    }
+    if not found:
+        raise ConfigError(
+            f"kv_cache {scheme.kv_cache!r} needs calibrated keys and values; calibrate, or scale per token"
+        )
+    return found
 
 
 def _input_scale(module: str, layer: LayerScheme, input_amax: Mapping[str, float]) -> dict[str, torch.Tensor]:

@@ -123,7 +123,7 @@ def check_public(device: str) -> Iterator[Row]:
     heads = torch.randn(32, 4, 64, dtype=torch.bfloat16)
     for kv_cache in KV_CACHES:
         equal = same(quantize_heads(heads, kv_cache, 64), quantize_heads(heads.to(device), kv_cache, 64).cpu())
-        yield f"{kv_cache} keys and values, per token and head", equal, "equal the CPU's" if equal else "differ"
+        yield f"{kv_cache} keys and values", equal, "equal the CPU's" if equal else "differ"
 
 
 def timer(device: str) -> Callable[[Callable[[], object]], float]:

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rlq import delta
+from rlq.emulate import attentions
 from rlq.errors import SnapshotError
 from rlq.publish import Snapshot, own_digest, snapshot
 from rlq.schemes import Scheme
@@ -100,6 +101,7 @@ def main() -> None:
     policies = [model(seed) for seed in range(2)]
     linears = [name for name, module in policies[0].named_modules() if isinstance(module, torch.nn.Linear)]
     input_amax = {name: 3.0 for name in linears}
+    input_amax |= {f"{name}.{kind}_cache": 3.0 for name in attentions(policies[0]) for kind in "kv"}
     engine = VllmSampler(CONFIG.to_dict(), scheme=scheme, options=EngineOptions(max_model_len=64))
     snaps = [snapshot(p.named_parameters(), scheme, v, input_amax) for v, p in enumerate(policies)]
     digests = []

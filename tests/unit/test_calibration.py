@@ -1,4 +1,4 @@
-"""Static activation scales in a run: calibrated on the learner that is published, and the same if done again."""
+"""Static scales in a run: calibrated on the learner that is published, and the same if done again."""
 
 import json
 from typing import Any
@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from grpo_steps import MODEL, TOKENIZER, build
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from rlq.bridge.gap import gap_attribution
+from rlq.calibrate import cache_amax
 from rlq.errors import ConfigError
 from rlq.publish import snapshot
 from rlq.schemes import Scheme
@@ -69,8 +70,8 @@ def test_dynamic_schemes_cost_nothing(name, samplers, tmp_path, monkeypatch):
 
 
 def test_one_static_layer_is_enough():
-    assert Scheme.preset("fp8", per_layer={"re:.*down_proj": "fp8_static"}).calibrated
-    assert not Scheme.preset("fp8", per_layer={"re:.*down_proj": "fp8_tensor"}).calibrated
+    assert Scheme.preset("fp8", per_layer={"re:.*down_proj": "fp8_static"}).calibrated_inputs
+    assert not Scheme.preset("fp8", per_layer={"re:.*down_proj": "fp8_tensor"}).calibrated_inputs
 
 
 @pytest.mark.parametrize("name", ["fp8_static", "nvfp4"])
@@ -123,8 +124,88 @@ def test_the_quantized_copy_of_the_learner_is_the_sampler(samplers, tmp_path):
     trainer.vllm_generation.close()
 
 
+# ---- keys and values
+
+
+CACHED = Scheme.preset("fp8", kv_cache="fp8.tensor")
+
+
+@torch.no_grad()
+def cached(model: Any, prompts: list[list[int]]) -> list[list[torch.Tensor]]:
+    """What transformers' own cache holds per layer after each prompt: keys, then values."""
+    held = []
+    for prompt in prompts:
+        cache = DynamicCache()
+        model(input_ids=torch.tensor([prompt]), past_key_values=cache, use_cache=True)
+        held.append([tensor for layer in cache.layers for tensor in (layer.keys, layer.values)])
+    return held
+
+
+def test_keys_and_values_are_calibrated_as_they_are_cached():
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    prompts = [[3, 4, 5, 44], [9, 9, 12, 3, 7, 44]]
+    found = cache_amax(model, [torch.tensor([prompt]) for prompt in prompts])
+    held = cached(model, prompts)
+    expected = [float(max(a.abs().max(), b.abs().max())) for a, b in zip(*held, strict=True)]
+    assert list(found.values()) == expected
+    assert list(found)[:2] == ["model.layers.0.self_attn.k_cache", "model.layers.0.self_attn.v_cache"]
+    with pytest.raises(ConfigError, match="saw no keys and values"):
+        cache_amax(model, [])
+
+
+def test_one_scale_for_all_keys_of_a_layer_and_one_for_all_values():
+    model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    amax = {f"model.layers.{i}.self_attn.{kind}_cache": 0.5 + i for i in range(4) for kind in "kv"}
+    snap = snapshot(model.named_parameters(), CACHED, 0, amax)
+    assert snap.tensors["model.layers.2.self_attn.k_scale"].tolist() == pytest.approx([2.5 / 448])
+    twin: Any = TransformersSampler(CONFIG, CACHED)
+    twin.install(snap)
+    seen = []
+    original = DynamicCache.update
+    prompt = torch.tensor([[3, 4, 5, 44]])
+
+    def look(self, keys, values, layer, *rest, **more):
+        seen.append((layer, keys.clone(), values.clone()))
+        return original(self, keys, values, layer, *rest, **more)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(DynamicCache, "update", look)
+        twin.model(input_ids=prompt)
+    assert [layer for layer, _, _ in seen] == [0, 1, 2, 3]
+    for layer, keys, values in seen:
+        step = torch.tensor((0.5 + layer) / 448)
+        for tensor in (keys, values):
+            codes = tensor / step
+            assert codes.abs().max() <= 448 * (1 + 1e-6), "what is larger than on the calibration prompts saturates"
+            assert torch.allclose(codes, codes.to(torch.float8_e4m3fn).float(), rtol=1e-6)
+    with pytest.raises(ConfigError, match=r"'fp8.tensor' needs calibrated keys and values"):
+        snapshot(model.named_parameters(), CACHED, 0)
+
+
+@pytest.mark.parametrize("kv_cache", ["fp8", "int8.tensor"])
+def test_a_run_with_a_rounded_cache_recalibrates_it_and_keeps_its_canary(kv_cache, tmp_path):
+    scheme = Scheme.preset("fp8", kv_cache=kv_cache)
+    trainer, _ = build(
+        {"kv": TransformersSampler(CONFIG, scheme)}, tmp_path, scheme="kv", max_steps=2, learning_rate=1e-2
+    )
+    scales = []
+    inner = trainer.vllm_generation.samplers
+    install = inner.install
+    inner.install = lambda snap, probe=None: (
+        scales.append({n: float(t) for n, t in snap.tensors.items() if n.endswith(("k_scale", "v_scale"))})
+        or install(snap, probe)
+    )
+    trainer.train()
+    trainer.vllm_generation.close()
+    history = [r for r in trainer.state.log_history if "loss" in r]
+    assert [len(each) for each in scales] == [8 if kv_cache == "int8.tensor" else 0] * 2
+    if scales[0]:
+        assert scales[0] != scales[1]
+    assert all(r["rlq/sync/canary_nats"] < 1e-4 for r in history)
+
+
 def test_settings():
-    assert SamplerConfig(sampler_scheme="fp8_static").scheme().calibrated
+    assert SamplerConfig(sampler_scheme="fp8_static").scheme().calibrated_inputs
     assert SamplerConfig(sampler_scheme="nvfp4", sampler_static_activations=True).scheme().static
     assert not SamplerConfig(sampler_scheme="nvfp4").scheme().static
     with pytest.raises(ConfigError, match="'fp8' has no static form"):
