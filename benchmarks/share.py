@@ -33,8 +33,9 @@ def main() -> None:
         flags = {
             "model_name_or_path": FOLDER / MODEL, "dataset_name": prompts, "reward_funcs": "record_steps.closeness",
             "learning_rate": 1e-6, "lr_scheduler_type": "constant", "max_steps": STEPS, "num_samplers": 2,
-            "per_device_train_batch_size": 16, "gradient_accumulation_steps": COMPLETIONS // 16, "num_generations": 8, "max_completion_length": TOKENS,
-            "sampler_max_model_len": 192, "sampler_max_num_seqs": 64, "learner_num_threads": 2,
+            "per_device_train_batch_size": 16, "gradient_accumulation_steps": COMPLETIONS // 16, "num_generations": 8,
+            "max_completion_length": TOKENS, "sampler_max_model_len": 192,
+            "sampler_max_num_seqs": 64, "learner_num_threads": 2,
             "report_to": "none", "save_strategy": "no", "output_dir": Path(scratch, "run"),
         }  # fmt: skip
         command = [sys.executable, ROOT / "launch/grpo_fp8.py", *(f"--{name}={value}" for name, value in flags.items())]

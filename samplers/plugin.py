@@ -68,7 +68,7 @@ def _emulate_kv_cache(layer: Attention, kv_cache: str, calibrated: bool) -> None
 
     def round_keys_and_values(module: Attention, args: tuple) -> tuple:
         query, key, value, *rest = args
-        k_scale, v_scale = (module.k_scale, module.v_scale) if calibrated else (None, None)
+        k_scale, v_scale = (module.get_parameter(leaf) if calibrated else None for leaf in CACHE_SCALES)
         key = quantize_heads(key, kv_cache, module.head_size, k_scale)
         return query, key, quantize_heads(value, kv_cache, module.head_size_v, v_scale), *rest
 

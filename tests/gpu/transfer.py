@@ -9,6 +9,7 @@ Sends several versions and compares what arrived; the last line is JSON: whether
 """
 
 import hashlib
+import importlib
 import json
 import os
 import sys
@@ -36,9 +37,7 @@ class Sink(SamplerActor):
     def __init__(self, paths: list[str], backend: str):
         sys.path[:0] = paths
         if backend == "store":
-            import store_backend
-
-            store_backend.register()
+            importlib.import_module("store_backend").register()
 
     def digest(self, nbytes: int) -> str:
         """Hash of what arrived."""
@@ -51,9 +50,7 @@ def main(backend: str, count: int) -> dict:
     """Send, compare, and say how fast."""
     device = "cpu" if backend == "store" else "cuda"
     if backend == "store":
-        import store_backend
-
-        store_backend.register()
+        importlib.import_module("store_backend").register()
     environment = {"PYTHONPATH": os.pathsep.join(PATHS)}
     ray.init(address="local", include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": environment})
     if device == "cuda":

@@ -6,7 +6,7 @@ Its two engines do what those of NCCL do, in the same order and with the same wa
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from vllm.distributed.utils import StatelessProcessGroup
@@ -44,6 +44,7 @@ class StoreTrainerInit(TrainerInitInfo):
 class StoreEngine(WeightTransferEngine[StoreInit, StoreUpdate]):
     init_info_cls = StoreInit
     update_info_cls = StoreUpdate
+    group: Any = None
 
     def init_transfer_engine(self, init_info):
         # As NCCL's engine does: each worker's place within its own vLLM engine, behind the offset.
@@ -68,6 +69,7 @@ class StoreEngine(WeightTransferEngine[StoreInit, StoreUpdate]):
 
 class StoreTrainer(TrainerWeightTransferEngine[StoreTrainerInit]):
     init_info_cls = StoreTrainerInit
+    group: Any = None
     lose: ClassVar[str | None] = None
     """Name of a piece that gets lost."""
 

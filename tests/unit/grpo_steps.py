@@ -60,6 +60,9 @@ class Edited:
             self.drawn[key] = self.sampler.generate(requests, sampling, version)
         return self.edit(self.drawn[key])
 
+    def interrupt(self, version: int) -> None:
+        self.sampler.interrupt(version)
+
     def switch(self, scheme: Scheme) -> None:
         self.sampler.switch(scheme)
         self.scheme = scheme

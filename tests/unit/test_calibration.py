@@ -135,7 +135,7 @@ def cached(model: Any, prompts: list[list[int]]) -> list[list[torch.Tensor]]:
     """What transformers' own cache holds per layer after each prompt: keys, then values."""
     held = []
     for prompt in prompts:
-        cache = DynamicCache()
+        cache: Any = DynamicCache()
         model(input_ids=torch.tensor([prompt]), past_key_values=cache, use_cache=True)
         held.append([tensor for layer in cache.layers for tensor in (layer.keys, layer.values)])
     return held
