@@ -19,11 +19,14 @@ from common import ROOT, report, row
 
 from trainers.tracking.curves import plot_curves
 
-SCHEMES = ("fp8", "bf16", "fp8_block", "int8", "nvfp4", "nvfp4a16", "mxfp4")
+SCHEMES = ("fp8", "bf16", "fp8_static", "fp8_block", "int8", "nvfp4", "nvfp4a16", "mxfp4")
 SEEDS = (0, 1, 2)
 BEGIN, END = "<!-- runs:begin -->", "<!-- runs:end -->"
 WINDOW = 5  # steps averaged at either end
-OVERHEAD = ("sync/quantize_s", "sync/ship_s", "sync/install_s", "time/bridge_s", "time/track_s")
+OVERHEAD = (
+    *("sync/quantize_s", "sync/ship_s", "sync/install_s"),
+    *("time/bridge_s", "time/track_s", "time/canary_s", "time/calibrate_s"),
+)
 CLOCKS = ("time", "step_time", "_s", "tokens_per_s")
 
 
@@ -55,7 +58,7 @@ def overhead(records: list[dict[str, Any]]) -> float:
     """Median share of a step's wall time that is neither generation nor learner compute."""
     shares = []
     for before, after in itertools.pairwise(records):
-        spent = sum(after[f"rlq/{name}"] for name in OVERHEAD)
+        spent = sum(after.get(f"rlq/{name}", 0.0) for name in OVERHEAD)
         shares.append(spent / (after["time"] - before["time"]))
     return statistics.median(shares)
 
