@@ -56,6 +56,10 @@ class Engine(Protocol):
         """See `rlq.types.Sampler`."""
         ...
 
+    def close(self) -> None:
+        """End processes of its own, if it has any."""
+        ...
+
 
 class Place(NamedTuple):
     """Where an actor runs, and what."""
@@ -147,3 +151,7 @@ class SamplerActor:
         scores = self.engine.score(probe) if probe else []
         digest, self._readback = self._readback.result(), None
         return Answer(rollouts, seconds, digest, scores)
+
+    def close(self) -> None:
+        """End what the engine has started; the actor is of no use afterwards."""
+        self.engine.close()

@@ -10,6 +10,7 @@ their scales go to the rank that computes them, columns are cut at tile borders.
 from collections.abc import Callable
 
 import torch
+from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
 from vllm.model_executor.utils import replace_parameter
@@ -17,7 +18,7 @@ from vllm.model_executor.utils import replace_parameter
 from rlq.errors import ConfigError
 from rlq.formats import ELEMENTS
 from rlq.linear import emulated_linear
-from rlq.quantize import QuantizedTensor
+from rlq.quantize import QuantizedTensor, quantize_activations
 from rlq.quantize.model import INPUT_GLOBAL_SCALE, INPUT_SCALE
 from rlq.quantize.reference import spans_tensor
 from rlq.schemes import LayerScheme, TensorScheme
@@ -63,6 +64,7 @@ class EmulatedLinearMethod(LinearMethodBase):
         rows, columns = sum(output_partition_sizes), input_size_per_partition
         layer.logical_widths = output_partition_sizes  # type: ignore[assignment]  # vLLM's convention
         self.compute_dtype, self.columns = params_dtype, columns
+        self.cut = columns < input_size  # ranks hold columns, and see the part of the input that belongs to theirs
 
         def matrix(name: str, width: int, dtype: torch.dtype, load: Callable = loader) -> None:
             data = torch.empty(rows, width, dtype=dtype)
@@ -149,7 +151,12 @@ class EmulatedLinearMethod(LinearMethodBase):
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply."""
         scale = layer.compute_input_scale if self.scheme.static else None
-        return emulated_linear(x, layer.compute_weight, bias, self.scheme.activations, scale)  # type: ignore[arg-type]
+        activations = self.scheme.activations
+        if self.cut and activations is not None and scale is None:
+            # A scale belongs to a whole row, however many ranks share it.
+            whole = quantize_activations(tensor_model_parallel_all_gather(x), activations)
+            x, activations = whole.chunk(layer.tp_size, -1)[layer.tp_rank], None  # type: ignore[arg-type,index]
+        return emulated_linear(x, layer.compute_weight, bias, activations, scale)  # type: ignore[arg-type]
 
 
 def _one_scale_per_row(loader: Callable, tile_rows: int, rows: int) -> Callable:

@@ -7,8 +7,10 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +28,7 @@ from .options import EngineOptions
 
 if TYPE_CHECKING:  # vLLM reads its environment when it is imported
     from .staging import Step
+    from .transport import FileTicket
 
 # Tokens per KV block on a CPU. Only whole blocks are shared, and looking for them costs a third of a tiny model's time,
 # so engines whose context holds less than two of them do without.
@@ -34,6 +37,7 @@ KV_BLOCK = 128
 CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process instead of three, and weights need no second transport
     "TORCHDYNAMO_DISABLE": "1",  # the first request would otherwise compile a kernel for seconds
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several ranks would all be bound to the same cores
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",  # an engine gets its configuration and weights from the learner, never from a hub
@@ -56,6 +60,8 @@ class Staged:
     """Per module what to write, and the digests that it leaves; a list, or prepared as it is read."""
     tensors: dict[str, torch.Tensor] | None = None
     """All tensors, for vLLM's own reload."""
+    ticket: "FileTicket | None" = None
+    """Where they are, for the reload of several ranks."""
 
 
 class VllmSampler:
@@ -77,6 +83,7 @@ class VllmSampler:
         from vllm import LLM
 
         from . import hardware, plugin, staging, storage
+        from .sharded import Shards
 
         plugin.register()
         plan = hardware.kernel_plan(scheme, torch.cuda.get_device_capability() if torch.cuda.is_available() else None)
@@ -105,6 +112,8 @@ class VllmSampler:
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",  # the model's own sampling defaults must not leak into rollouts
                 disable_log_stats=True,
+                tensor_parallel_size=options.tensor_parallel,
+                distributed_executor_backend="mp" if options.tensor_parallel > 1 else None,
             )
         self.proof: dict[str, float] = {}
         self._digest = ""  # of the served version
@@ -116,8 +125,11 @@ class VllmSampler:
         self._on_model(staging.drop_unused_pack)
         self._in_place: bool = self._on_model(storage.placeable)
         # On a GPU the copies beside the served version would take the cache's memory, and making them is fast.
-        self._ahead: bool = self._on_model(lambda model: next(model.parameters()).device.type == "cpu")
+        self._ahead: bool = self._on_model(storage.on_cpu)
         self.specs: dict[str, TensorSpec] = self._on_model(storage.expected_specs)
+        self._shards = Shards(self.llm) if options.tensor_parallel > 1 else None
+        # Calls to several processes must not cross; in one process reading back runs beside requests.
+        self._alone = Lock() if self._shards else nullcontext()
 
     def _on_model(self, function):
         return self.llm.apply_model(function)[0]
@@ -158,7 +170,8 @@ class VllmSampler:
 
         self._require_usable()
         if isinstance(version, Snapshot):
-            check_specs(version.specs, self.specs)
+            if self._shards is None:
+                check_specs(version.specs, self.specs)
             check_finite({n: t for n, t in version.tensors.items() if t.dtype in (torch.bfloat16, torch.float32)})
             number, digest, scheme = version.version, version.digest, version.scheme
             changes, names = iter(version.tensors.items()), list(version.tensors)
@@ -171,6 +184,10 @@ class VllmSampler:
                 f"version {number} is {scheme.name!r}, this sampler serves {self.scheme.name!r}; start one per scheme"
             )
         staged = Staged(number, digest, len(self.specs), self._commits)
+        if self._shards is not None:
+            if not isinstance(version, Snapshot):
+                raise SnapshotError(f"version {number} is a delta, which an engine of several ranks does not take")
+            return replace(staged, ticket=self._shards.stage(version))
         if not self._in_place:
             return replace(staged, tensors=self._whole(version))
         steps = self._on_model(functools.partial(prepare, changes=changes, names=names))
@@ -210,6 +227,11 @@ class VllmSampler:
         self.broken = f"a switch to version {staged.version} did not finish"
         self.version, self._interrupted, self._commits = None, None, self._commits + 1
         own = dict(self._own)
+        if self._shards is not None:
+            assert staged.ticket is not None
+            with self._alone:
+                self._shards.commit(staged.ticket)
+                self._on_model(_refresh_head)
         if staged.tensors is not None:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(staged.tensors.items())})
             self._on_model(_refresh_head)
@@ -233,7 +255,10 @@ class VllmSampler:
         """Digest of the tensors that the engine holds now."""
         from . import storage
 
-        return tensor_digest(self._on_model(storage.wire_tensors))
+        with self._alone:
+            if self._shards is not None:
+                return self._shards.digest()
+            return tensor_digest(self._on_model(storage.wire_tensors))
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Rollout]:
         """Sample; see `rlq.types.Sampler`.
@@ -273,7 +298,9 @@ class VllmSampler:
         ]
         prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
         rollouts = []
-        for index, output in sorted(self._finished(prompts, params, version).items()):
+        with self._alone:
+            outputs = self._finished(prompts, params, version)
+        for index, output in sorted(outputs.items()):
             for sample in sorted(output.outputs, key=lambda o: o.index):
                 rollouts.append(self._rollout(requests[index], sample, sampling, version))
         return rollouts
@@ -303,7 +330,8 @@ class VllmSampler:
         self._require_usable()
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         inputs = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
-        outputs = self.llm.generate(inputs, params, use_tqdm=False)
+        with self._alone:
+            outputs = self.llm.generate(inputs, params, use_tqdm=False)
         scores = []
         for prompt, output in zip(prompts, outputs, strict=True):
             found: Any = output.prompt_logprobs  # one dict per token, None for the first
@@ -333,6 +361,9 @@ class VllmSampler:
 
     def close(self) -> None:
         """Drop the engine; its process should end afterwards."""
+        if self._shards is not None:
+            self._shards.close()
+            self.llm.llm_engine.engine_core.shutdown()  # its processes, and what they share
         del self.llm
 
 
@@ -344,6 +375,8 @@ def _method_config(scheme: Scheme, options: EngineOptions) -> dict:
 
 def _refresh_head(model: torch.nn.Module) -> None:
     """Re-run the head's post-processing: on a CPU a head computes with a packed copy, which goes stale."""
+    from . import storage
+
     head = getattr(model, "lm_head", None)
-    if head is not None and next(model.parameters()).device.type == "cpu":
+    if head is not None and storage.on_cpu(model):
         head.quant_method.process_weights_after_loading(head)

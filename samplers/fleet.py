@@ -30,6 +30,8 @@ FLAPS = 3
 """Failures in a row, without proof of a version in between, after which an actor rests while others work."""
 REST = 10
 """Versions for which it rests."""
+CLOSE_S = 5.0
+"""Seconds that actors get to end their engines' processes."""
 NODE_LOSS_S = 15.0
 """Seconds that Ray gets to notice that a node is gone, before a failure on it ends the run."""
 
@@ -219,7 +221,10 @@ class Fleet:
             self._renew(member)
 
     def close(self) -> None:
-        """Kill the actors and free what was reserved."""
+        """Let the actors end in order, kill those that do not, and free what was reserved."""
+        ending = [member.actor.close.remote() for member in self.members if member.where is not None]
+        if ending:
+            ray.wait(ending, num_returns=len(ending), timeout=CLOSE_S)
         self.members += [member for member, _ in self.resting]
         self.resting = []
         for member in list(self.members):

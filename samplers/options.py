@@ -31,6 +31,8 @@ class EngineOptions:
     """Compute dtype of everything that the scheme leaves alone."""
     enforce_eager: bool = True
     """Skip CUDA graphs; always on a CPU."""
+    tensor_parallel: int = 1
+    """Processes, one GPU each, that share the layers."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,10 @@ class SamplerConfig:
     num_samplers: int = field(default=2, metadata={"help": "Ray actors, one vLLM engine each."})
     sampler_num_cpus: float = field(default=1, metadata={"help": "CPUs per actor, also its thread count."})
     sampler_num_gpus: float = field(default=0, metadata={"help": "GPUs per actor; 0 samples on the CPU."})
+    sampler_tensor_parallel_size: int = field(
+        default=1,
+        metadata={"help": "GPUs, or on a CPU processes, that one engine spans; sampler_num_gpus counts them."},
+    )
     sampler_max_model_len: int = field(default=128, metadata={"help": "Longest prompt plus completion, in tokens."})
     sampler_max_num_seqs: int = field(default=128, metadata={"help": "Completions that one engine decodes together."})
     sampler_kv_cache_mib: int = field(default=64, metadata={"help": "KV cache per engine in MiB."})
@@ -129,6 +135,18 @@ class SamplerConfig:
             raise ConfigError(f"num_samplers is {self.num_samplers}; use at least 1")
         if self.sampler_whole_every < 1:
             raise ConfigError(f"sampler_whole_every is {self.sampler_whole_every}; 1 sends every version whole")
+        if self.sampler_tensor_parallel_size < 1 or (
+            self.sampler_num_gpus and self.sampler_tensor_parallel_size not in (1, self.sampler_num_gpus)
+        ):
+            raise ConfigError(
+                f"sampler_tensor_parallel_size is {self.sampler_tensor_parallel_size}, sampler_num_gpus "
+                f"{self.sampler_num_gpus:g}; an engine needs one GPU per rank"
+            )
+        if self.sampler_tensor_parallel_size > 1 and self.sampler_whole_every > 1:
+            raise ConfigError(
+                f"sampler_whole_every is {self.sampler_whole_every}; engines of several ranks take whole versions, "
+                "set 1"
+            )
         if self.sampler_transport not in TRANSPORTS:
             raise ConfigError(f"sampler_transport is {self.sampler_transport!r}; use one of {', '.join(TRANSPORTS)}")
         if self.sampler_transport == "directory" and not Path(self.sampler_transport_dir or "").is_absolute():
@@ -172,6 +190,7 @@ class SamplerConfig:
             arithmetic=self.sampler_arithmetic,
             dtype=self.sampler_dtype,
             enforce_eager=self.sampler_enforce_eager,
+            tensor_parallel=self.sampler_tensor_parallel_size,
         )
 
     def pool(self) -> PoolOptions:

@@ -120,6 +120,9 @@ class ScriptedEngine:
                 rollouts.append(Rollout(*sampled, sampling.temperature, r.seed + i))
         return rollouts
 
+    def close(self) -> None:
+        """Nothing to end."""
+
     def interrupt(self, version: int) -> None:
         """Between two requests."""
         self.interrupted = version

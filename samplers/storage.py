@@ -48,10 +48,7 @@ class Slot:
 def slots(model: torch.nn.Module) -> dict[str, Slot]:
     """Slots under the names that a checkpoint uses, fused layers split into their shards.
 
-    A tied head is its embedding and is not listed again.
-
-    Args:
-        model: vLLM model on one device, not tensor-parallel.
+    A tied head is its embedding and is not listed again. A tensor-parallel rank has slots for its parts.
     """
     packed = getattr(model, "packed_modules_mapping", {})
     out: dict[str, Slot] = {}
@@ -86,6 +83,11 @@ def placeable(model: torch.nn.Module) -> bool:
     return bool(linears) and not foreign and not any(isinstance(m, MLAAttention) for m in model.modules())
 
 
+def on_cpu(model: torch.nn.Module) -> bool:
+    """True if the model lies in this machine's memory."""
+    return next(model.parameters()).device.type == "cpu"
+
+
 def tied_to_embedding(model: torch.nn.Module) -> bool:
     """True if the head shares the embedding's weight."""
     config = getattr(model, "config", None)
@@ -114,8 +116,7 @@ def is_padded(module: torch.nn.Module) -> bool:
 
 def _unpadded(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
     """Drop the rows that vLLM appends to a vocabulary to make it divisible."""
-    rows = getattr(module, "org_vocab_size", None)
-    return tensor if rows is None else tensor[:rows]
+    return tensor[: module.shard_indices.num_org_elements] if is_padded(module) else tensor  # type: ignore[union-attr]
 
 
 def _row_major(tensor: torch.Tensor, param: torch.nn.Parameter) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Static scales: what the learner's linears read and its attention caches on prompts of the training set, each time."""
 
-from itertools import islice
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +35,8 @@ def calibrate(trainer: "QuantGRPOTrainer", scheme: Scheme) -> dict[str, float] |
         return None
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     prompts = first_prompts(trainer, trainer.args.calibration_prompts, LONGEST)
-    batches = [torch.tensor([prompt], device=trainer.accelerator.device) for prompt in prompts]
+    by_length = groupby(sorted(prompts, key=len), len)  # a batch without padding
+    batches = [torch.tensor(list(group), device=trainer.accelerator.device) for _, group in by_length]
     training = model.training
     model.eval()
     try:

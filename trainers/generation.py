@@ -130,8 +130,7 @@ class SamplerGeneration:
         assert self.samplers is not None
         snap = snapshot(named, self.samplers.scheme, version, amax)
         quantize_s = time.perf_counter() - start
-        if self.trainer.args.async_steps:
-            self.samplers.ship(snap)  # beside the batch that is being sampled
+        self.samplers.ship(snap)  # beside the canary, and beside what is being sampled
         if self._aborts and self.version not in (None, version):
             self.samplers.interrupt(self.version)
         start = time.perf_counter()

@@ -1,0 +1,116 @@
+"""Engines of several ranks: what each has to hold, and two real ranks on a CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlq.publish import Snapshot, TensorSpec, snapshot
+from rlq.schemes import Scheme
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("sharded_worker.py")
+
+pytestmark = pytest.mark.slow
+
+ROWS, COLUMNS, VOCABULARY = 192, 64, 37
+NAMES = ("model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj", "model.layers.0.self_attn.k_proj")
+
+
+@pytest.fixture(scope="module")
+def snap() -> Snapshot:
+    weights = {f"{name}.weight": torch.randn(ROWS, COLUMNS) for name in NAMES}
+    weights |= {"model.embed_tokens.weight": torch.randn(VOCABULARY, COLUMNS), "model.norm.weight": torch.ones(COLUMNS)}
+    return snapshot(weights.items(), Scheme.preset("fp8_block"), 1)
+
+
+def held(snap: Snapshot, ranks: int) -> list[dict]:
+    """What `ranks` correct ranks would report: rows, columns, keys on two neighbours each, a vocabulary, the rest."""
+    from samplers.sharded import Part, _sha256
+
+    tensors = dict(snap.tensors)
+    for name in NAMES:  # one row of block scales per row of the weight
+        tensors[f"{name}.weight_scale"] = tensors[f"{name}.weight_scale"].repeat_interleave(128, 0)[:ROWS]
+    out = []
+    for rank in range(ranks):
+        own = {}
+        for name, tensor in tensors.items():
+            first, cut = None, tensor
+            if "up_proj" in name:
+                cut = tensor.chunk(ranks, 0)[rank]
+            elif "down_proj.weight" in name and tensor.shape[1] > 1:
+                cut = tensor.chunk(ranks, 1)[rank]
+            elif "k_proj" in name:
+                cut = tensor.chunk(ranks // 2, 0)[rank // 2]
+            elif "embed" in name:
+                first = rank * 10
+                cut = tensor[first : first + 10]
+            part = Part(TensorSpec.of(cut), 128 if "scale" in name else 1, first, _sha256(cut.contiguous()))
+            own[name] = part
+        out.append(own)
+    return out
+
+
+def test_ranks_that_hold_their_parts_hold_the_version(snap):
+    from samplers.sharded import differing_parts
+
+    assert differing_parts(snap, held(snap, 4)) == []
+
+
+def test_one_wrong_byte_and_a_row_that_nobody_holds_are_noticed(snap):
+    from samplers.sharded import differing_parts
+
+    ranks = held(snap, 4)
+    name = "model.layers.0.self_attn.k_proj.weight_scale"
+    ranks[3][name] = replace(ranks[3][name], digest=ranks[0][name].digest)
+    assert differing_parts(snap, ranks) == [f"{name} of rank 3"]
+    ranks = held(snap, 4)
+    ranks[3]["model.embed_tokens.weight"] = ranks[2]["model.embed_tokens.weight"]
+    assert differing_parts(snap, ranks) == ["model.embed_tokens.weight as a whole"]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("model.norm.weight", lambda t: t[:-1]),
+        ("model.norm.weight", lambda t: t.float()),
+        ("model.embed_tokens.weight", lambda t: t[:-1]),
+        ("model.embed_tokens.weight", lambda t: t[:, :-1]),
+        ("model.layers.0.mlp.up_proj.weight", lambda t: t[:-1]),
+        ("model.layers.0.mlp.up_proj.weight", lambda t: t.repeat(2, 1)),
+        ("model.layers.0.mlp.down_proj.weight", lambda t: t[:, : COLUMNS // 8]),
+    ],
+)
+def test_tensors_that_cannot_be_cut_like_this_do_not_fit(snap, name, change):
+    from samplers.sharded import _fits
+
+    ranks = held(snap, 4)
+    assert all(_fits(snap, each, [rank[each] for rank in ranks]) for each in snap.tensors)
+    changed = replace(snap, tensors=snap.tensors | {name: change(snap.tensors[name])})
+    assert not _fits(changed, name, [rank[name] for rank in ranks])
+
+
+@pytest.mark.parametrize("case", [("fp8_block",), ("nvfp4", "fp8.tensor")], ids="-".join)
+def test_two_ranks_serve_what_was_published_and_sample_what_one_would(case):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(WORKER), *case], env=environment, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["digests"] == [True] * 4
+    assert found["tokens"] > 100
+    assert found["gap_median"] < 1e-6
+    assert found["gap_mean"] < 0.01
+    missing, short, delta = found["errors"]
+    assert "o_proj.weight" in missing
+    assert "1 tensors are missing, unexpected or misshapen: model.embed_tokens.weight" in short
+    assert "an engine of several ranks does not take" in delta
+    assert found["still"], "nothing of what was refused is left"
+    assert found["spoiled"].startswith("1 parts differ: model.layers.1.mlp.down_proj.weight")
+    assert found["spoiled"].endswith("of rank 1")
