@@ -82,7 +82,7 @@ def child(side: str, kind: str, model: str, directory: str) -> None:
         def on_step_begin(self, args, state, control, **kwargs):
             if ahead and state.global_step and state.global_step % STEPS == 0:
                 for ordered in trainer.vllm_generation._ahead:
-                    ordered.rollouts.result()
+                    ordered.batch.done.result()
             print("ready", flush=True)
             sys.stdin.readline()
             self.start = time.perf_counter()

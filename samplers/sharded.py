@@ -104,46 +104,39 @@ class Shards:
 
 
 def differing_parts(snap: Snapshot, held: list[dict[str, Part]]) -> list[str]:
-    """Parts, as `name of rank r`, that are not what the rank should hold; and tensors that no rank holds whole."""
+    """Parts, as `name of rank r`, that are not what the rank should hold; and vocabularies with a gap."""
     wrong = []
-    for name in snap.tensors:
-        covered = 0
-        for rank, own in enumerate(held):
-            expected, first = _cut(snap, name, own[name], rank, len(held))
-            if own[name].digest != _sha256(expected):
+    for name, tensor in snap.tensors.items():
+        ranks = [own[name] for own in held]
+        for rank, part in enumerate(ranks):
+            if part.digest != _sha256(_cut(snap, name, part, rank, len(held))):
                 wrong.append(f"{name} of rank {rank}")
-            covered = max(covered, first + len(expected)) if first <= covered else covered
-        if covered < _rows(snap, name, held[0][name].tile_rows):
+        rows = {row for p in ranks if p.first is not None for row in range(p.first, p.first + p.spec.shape[0])}
+        if rows and len(rows) < len(tensor):
             wrong.append(f"{name} as a whole")
     return wrong
 
 
-def _rows(snap: Snapshot, name: str, tile_rows: int) -> int:
-    tensor = snap.tensors[name]
-    return len(snap.tensors[name.removesuffix("_scale")]) if tile_rows > 1 else len(tensor)
-
-
 def _expanded(snap: Snapshot, name: str, tile_rows: int) -> torch.Tensor:
-    tensor = snap.tensors[name]
-    return tensor.repeat_interleave(tile_rows, 0)[: _rows(snap, name, tile_rows)] if tile_rows > 1 else tensor
+    if tile_rows == 1:
+        return snap.tensors[name]
+    rows = len(snap.tensors[name.removesuffix("_scale")])
+    return snap.tensors[name].repeat_interleave(tile_rows, 0)[:rows]
 
 
-def _cut(snap: Snapshot, name: str, part: Part, rank: int, ranks: int) -> tuple[torch.Tensor, int]:
-    """A rank's part of a published tensor, and its first row.
+def _cut(snap: Snapshot, name: str, part: Part, rank: int, ranks: int) -> torch.Tensor:
+    """A rank's part of a published tensor.
 
     vLLM cuts one dimension into equal parts; where there are fewer parts than ranks (heads of keys and values),
     neighbours hold the same one.
     """
-    tensor, first = _expanded(snap, name, part.tile_rows), 0
+    tensor = _expanded(snap, name, part.tile_rows)
     if part.first is not None:
-        first = part.first
-        tensor = tensor[first : first + part.spec.shape[0]]
+        return tensor[part.first : part.first + part.spec.shape[0]]
     for dim, (whole, own) in enumerate(zip(tensor.shape, part.spec.shape, strict=True)):
         if whole != own:
-            start = rank // (ranks // (whole // own)) * own
-            tensor = tensor.narrow(dim, start, own)
-            first = start if dim == 0 else first
-    return tensor, first
+            tensor = tensor.narrow(dim, rank // (ranks // (whole // own)) * own, own)
+    return tensor
 
 
 def _fits(snap: Snapshot, name: str, ranks: list[Part]) -> bool:

@@ -1,8 +1,8 @@
 """A tensor-parallel vLLM engine of two ranks: every version is served bit for bit, and samples what one rank samples.
 
-    python sharded_worker.py SCHEME
+    python sharded_worker.py SCHEME [OPTIONS_JSON]
 
-Prints one JSON object. An engine changes process-wide state, so each scheme gets a process.
+Prints one JSON object.
 """
 
 import json
@@ -66,7 +66,7 @@ def spoil(model: torch.nn.Module) -> None:
 
 
 def main() -> None:
-    scheme = Scheme.preset(sys.argv[1], kv_cache=sys.argv[2] if len(sys.argv) > 2 else None)
+    scheme = Scheme.preset(sys.argv[1], **(json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}))
     policies = [model(seed) for seed in range(2)]
     amax = {name: 3.0 for name, module in policies[0].named_modules() if isinstance(module, torch.nn.Linear)}
     amax |= {f"{name}.{kind}_cache": 3.0 for name in attentions(policies[0]) for kind in "kv"}

@@ -95,12 +95,12 @@ def test_tensors_that_cannot_be_cut_like_this_do_not_fit(snap, name, change):
     assert not _fits(changed, name, [rank[name] for rank in ranks])
 
 
-@pytest.mark.parametrize("case", [("fp8_block",), ("nvfp4", "fp8.tensor")], ids="-".join)
-def test_two_ranks_serve_what_was_published_and_sample_what_one_would(case):
+def test_two_ranks_serve_what_was_published_and_sample_what_one_would():
+    """Packed codes with two levels of scales, block scales, and a calibrated cache, in one engine."""
+    options = {"per_layer": {r"re:.*\.mlp\..*": "fp8_block"}, "kv_cache": "fp8.tensor"}
+    command = [sys.executable, str(WORKER), "nvfp4", json.dumps(options)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(WORKER), *case], env=environment, capture_output=True, text=True, check=False, timeout=600
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["digests"] == [True] * 4
