@@ -60,8 +60,9 @@ class StoreEngine(WeightTransferEngine[StoreInit, StoreUpdate]):
         self.receive_weights(self.parse_update_info(update_info))  # without waiting for an accelerator
 
     def receive_weights(self, update_info):
+        receiver: Any = self.model
         for name in update_info.names:
-            self.model.load_weights([(name, self.group.broadcast_obj(None, src=0))])
+            receiver.load_weights([(name, self.group.broadcast_obj(None, src=0))])
 
     def shutdown(self):
         self.group = None
