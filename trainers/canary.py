@@ -22,7 +22,7 @@ NUDGE = 1e-6
 NOISES = 3.0
 """An engine may be so many times as far off as the nudged copy."""
 NOISE_EVERY = 10
-"""Versions between two measurements of that."""
+"""Versions between two measurements of that; one more when a copy is made."""
 
 
 class Canary:
@@ -40,8 +40,7 @@ class Canary:
         self.trainer = trainer
         self._prompts: tuple[tuple[int, ...], ...] = ()
         self._twin: tuple[Scheme, Any] | None = None
-        self._noise = 0.0
-        self._probes = 0
+        self._noise: float | None = None
 
     def probe(self, snap: Snapshot) -> Probe | None:
         """What an engine that serves `snap` has to answer; None if nobody asked, or if all prompts have one token."""
@@ -50,7 +49,7 @@ class Canary:
             return None
         if self._twin is None or self._twin[0] != snap.scheme:
             model: Any = self.trainer.accelerator.unwrap_model(self.trainer.model)
-            self._twin, self._probes = (snap.scheme, empty_twin(model.config, snap.scheme)), 0
+            self._twin, self._noise = (snap.scheme, empty_twin(model.config, snap.scheme)), None
         if not self._prompts:
             prompts = first_prompts(self.trainer, args.canary_prompts, LONGEST)
             self._prompts = tuple(tuple(prompt) for prompt in prompts if len(prompt) > 1)
@@ -59,12 +58,13 @@ class Canary:
         twin = self._twin[1]
         load_snapshot(twin, snap)
         scores = tuple(teacher_forced(twin, self._prompts))
-        if self._probes % NOISE_EVERY == 0:
+        due = snap.version % NOISE_EVERY == 0
+        if due or self._noise is None:
             nudge(twin.get_input_embeddings().weight)  # until the next version is loaded
             exact = Probe(self._prompts, scores, float("inf"))
             self._noise = exact.check(teacher_forced(twin, self._prompts))
-        self._probes += 1
-        self.trainer.log_rlq({"sync/canary_noise_nats": self._noise})
+        if due:  # what a resumed run measures besides is no part of the records
+            self.trainer.log_rlq({"sync/canary_noise_nats": self._noise})
         return Probe(self._prompts, scores, args.canary_tolerance + NOISES * self._noise)
 
 

@@ -46,8 +46,8 @@ def test_a_sampler_that_serves_the_version_passes_and_one_with_a_wrong_layer_doe
 
 def test_what_rounding_alone_can_do_is_tolerated(samplers, tmp_path, monkeypatch):
     trainer, _ = build(samplers, tmp_path, "fp8", canary_tolerance=0.1)
-    snap = snapshot(trainer.model.named_parameters(), samplers["fp8"].scheme, 1)
-    calm = Canary(trainer).probe(snap)
+    snaps = [snapshot(trainer.model.named_parameters(), samplers["fp8"].scheme, v) for v in range(NOISE_EVERY + 2)]
+    calm = Canary(trainer).probe(snaps[1])
     assert calm is not None
     assert 0.1 < calm.tolerance < 0.1 + 3e-3, "four layers amplify little"
     embeddings = []
@@ -58,9 +58,12 @@ def test_what_rounding_alone_can_do_is_tolerated(samplers, tmp_path, monkeypatch
 
     monkeypatch.setattr("trainers.canary.teacher_forced", chaotic)
     canary = Canary(trainer)
-    probes: Any = [canary.probe(snap) for _ in range(NOISE_EVERY + 1)]
+    trainer.model.train()
+    probes: Any = [canary.probe(snap) for snap in snaps[1:]]
     assert [p.tolerance for p in probes] == pytest.approx([0.1 + 3 * 0.2] * len(probes))
-    assert len(embeddings) == len(probes) + 2, "measured at the first and the eleventh"
+    assert len(embeddings) == len(probes) + 2, "measured when the copy was made, and at version 10"
+    logged = trainer._metrics["train"]["rlq/sync/canary_noise_nats"]
+    assert logged == pytest.approx([0.2]), "a run that resumes at version 1 has the records of one that does not"
     exact, nudged = embeddings[:2]
     assert 0 < (nudged / exact - 1)[exact != 0].abs().max() <= 1.2e-6
     assert torch.equal(embeddings[2], exact), "the next version is scored as it is"
