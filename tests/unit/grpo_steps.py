@@ -32,7 +32,7 @@ def token_sum(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
 
 
 class Edited:
-    """A sampler whose rollouts pass through `edit`. Equal weights, prompts and seeds draw equal tokens: drawn once."""
+    """A sampler whose rollouts pass through `edit`. Equal weights, schemes, prompts and seeds draw equal tokens: drawn once."""
 
     drawn: dict[tuple, list[Rollout]] = {}  # noqa: RUF012  (shared on purpose)
 
@@ -55,7 +55,7 @@ class Edited:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Rollout]:
         self.asked.append(sampling)
-        key = (self.digest, tuple(requests), sampling, version)
+        key = (self.digest, self.scheme, tuple(requests), sampling, version)
         if key not in self.drawn:
             self.drawn[key] = self.sampler.generate(requests, sampling, version)
         return self.edit(self.drawn[key])
