@@ -32,7 +32,7 @@ def token_sum(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
 
 
 class Edited:
-    """A sampler whose rollouts pass through `edit`. What equal weights, schemes, prompts and seeds draw is drawn once."""
+    """A sampler whose rollouts pass through `edit`; equal weights, schemes, prompts and seeds draw once."""
 
     drawn: dict[tuple, list[Rollout]] = {}  # noqa: RUF012  (shared on purpose)
 
