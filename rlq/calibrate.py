@@ -3,7 +3,6 @@
 A fine-tuned policy moves its outliers, so calibrate on the policy that is served, with prompts like those it will see.
 """
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -26,11 +25,7 @@ def input_amax(model: torch.nn.Module, batches: Iterable[torch.Tensor]) -> dict[
     found: dict[str, torch.Tensor] = {}
 
     def record(name: str):
-        def hook(_, args: tuple) -> None:
-            amax = args[0].detach().abs().amax().float()
-            found[name] = torch.maximum(found[name], amax) if name in found else amax
-
-        return hook
+        return lambda _, args: _note(found, name, args[0])
 
     hooks = [
         module.register_forward_pre_hook(record(name))
@@ -44,12 +39,7 @@ def input_amax(model: torch.nn.Module, batches: Iterable[torch.Tensor]) -> dict[
     finally:
         for hook in hooks:
             hook.remove()
-    if not found:
-        raise ConfigError("calibration saw no tokens; pass at least one text")
-    broken = [name for name, amax in found.items() if not amax.isfinite()]
-    if broken:
-        raise ConfigError(f"the input of {broken[0]!r} is not finite on the calibration texts; the model is broken")
-    return {name: float(amax) for name, amax in found.items()}
+    return _finite(found, "tokens; pass at least one text", "the input of {!r}")
 
 
 def cache_amax(model: torch.nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, float]:
@@ -66,23 +56,33 @@ def cache_amax(model: torch.nn.Module, batches: Iterable[torch.Tensor]) -> dict[
         ConfigError: no batch, or keys and values that are not finite.
     """
     names = {module.layer_idx: name for name, module in attentions(model).items()}
-    found: dict[str, float] = {}
+    found: dict[str, torch.Tensor] = {}
 
     def record(keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         for kind, tensor in (("k", keys), ("v", values)):
-            name = f"{names[layer]}.{kind}_cache"
-            found[name] = max(found.get(name, 0.0), float(tensor.abs().amax()))
+            _note(found, f"{names[layer]}.{kind}_cache", tensor)
         return keys, values
 
     with torch.no_grad():
         for batch in batches:
             model(input_ids=batch, past_key_values=cache_through(record), use_cache=True)
+    return _finite(found, "keys and values; pass at least one text, and a model that caches them", "{!r}")
+
+
+def _note(found: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
+    """Widen what was found under a name; NaN and infinity stay."""
+    amax = tensor.detach().abs().amax().float()
+    found[name] = torch.maximum(found[name], amax) if name in found else amax
+
+
+def _finite(found: dict[str, torch.Tensor], nothing: str, place: str) -> dict[str, float]:
+    """What was found, as numbers; ConfigError if that is nothing, or not finite."""
     if not found:
-        raise ConfigError("calibration saw no keys and values; pass at least one text, and a model that caches them")
-    broken = [name for name, amax in found.items() if not math.isfinite(amax)]
+        raise ConfigError(f"calibration saw no {nothing}")
+    broken = [name for name, amax in found.items() if not amax.isfinite()]
     if broken:
-        raise ConfigError(f"{broken[0]!r} is not finite on the calibration texts; the model is broken")
-    return found
+        raise ConfigError(f"{place.format(broken[0])} is not finite on the calibration texts; the model is broken")
+    return {name: float(amax) for name, amax in found.items()}
 
 
 def calibrate_checkpoint(directory: Path, texts: Path, max_tokens: int = 512) -> dict[str, float]:

@@ -143,7 +143,7 @@ def cached(model: Any, prompts: list[list[int]]) -> list[list[torch.Tensor]]:
 
 
 def test_keys_and_values_are_calibrated_as_they_are_cached():
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     prompts = [[3, 4, 5, 44], [9, 9, 12, 3, 7, 44]]
     found = cache_amax(model, [torch.tensor([prompt]) for prompt in prompts])
     held = cached(model, prompts)
@@ -152,6 +152,10 @@ def test_keys_and_values_are_calibrated_as_they_are_cached():
     assert list(found)[:2] == ["model.layers.0.self_attn.k_cache", "model.layers.0.self_attn.v_cache"]
     with pytest.raises(ConfigError, match="saw no keys and values"):
         cache_amax(model, [])
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[0, 0] = float("nan")
+    with pytest.raises(ConfigError, match=r"layers\.1\.self_attn\.k_cache' is not finite on the calibration texts"):
+        cache_amax(model, [torch.tensor([prompt]) for prompt in prompts])
 
 
 def test_one_scale_for_all_keys_of_a_layer_and_one_for_all_values():
