@@ -63,12 +63,18 @@ def cache_through(change: Callable[[torch.Tensor, torch.Tensor, int], tuple[torc
     return cache
 
 
+def add_cache_scales(module: torch.nn.Module) -> None:
+    """Give an attention layer the parameters that its published `k_scale` and `v_scale` are loaded into."""
+    for leaf in CACHE_SCALES:
+        scale = torch.nn.Parameter(torch.ones(1, dtype=torch.float32), requires_grad=False)
+        module.register_parameter(leaf, scale)
+
+
 def _emulate_cache(model: Any, kv_cache: str, calibrated: bool) -> None:
     layers = {module.layer_idx: module for module in attentions(model).values()}
     if calibrated:
         for module in layers.values():
-            for leaf in CACHE_SCALES:
-                module.register_parameter(leaf, torch.nn.Parameter(torch.ones(1), requires_grad=False))
+            add_cache_scales(module)
 
     def rounded(keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         scales = [getattr(layers[layer], leaf) if calibrated else None for leaf in CACHE_SCALES]

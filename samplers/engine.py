@@ -227,14 +227,9 @@ class VllmSampler:
         self.broken = f"a switch to version {staged.version} did not finish"
         self.version, self._interrupted, self._commits = None, None, self._commits + 1
         own = dict(self._own)
-        if self._shards is not None:
-            assert staged.ticket is not None
+        if self._shards is not None or staged.tensors is not None:
             with self._alone:
-                self._shards.commit(staged.ticket)
-                self._on_model(_refresh_head)
-        if staged.tensors is not None:
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(staged.tensors.items())})
-            self._on_model(_refresh_head)
+                self._reload(staged)
         for writes, digests in staged.steps:
             for write in writes:
                 write.apply()
@@ -246,6 +241,16 @@ class VllmSampler:
         return InstallReport(
             staged.version, staged.digest, staged.count, ship_s=0.0, install_s=seconds, pause_s=seconds
         )
+
+    def _reload(self, staged: Staged) -> None:
+        """Install through vLLM's layer-wise reload."""
+        if self._shards is not None:
+            assert staged.ticket is not None
+            self._shards.commit(staged.ticket)
+        else:
+            assert staged.tensors is not None
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(staged.tensors.items())})
+        self._on_model(_refresh_head)
 
     def switch(self, scheme: Scheme) -> None:
         """An engine serves one scheme for life; a pool replaces its engines."""

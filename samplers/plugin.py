@@ -6,6 +6,7 @@ from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
+from rlq.emulate import add_cache_scales
 from rlq.interop import RLQ_METHOD
 from rlq.linear import quantize_heads
 from rlq.quantize.model import CACHE_SCALES
@@ -73,10 +74,7 @@ def _emulate_kv_cache(layer: Attention, kv_cache: str, calibrated: bool) -> None
         return query, key, quantize_heads(value, kv_cache, module.head_size_v, v_scale), *rest
 
     if calibrated:
-        for leaf in CACHE_SCALES:
-            scale = torch.nn.Parameter(torch.ones(1, dtype=torch.float32), requires_grad=False)
-            layer.register_parameter(leaf, scale)
-
+        add_cache_scales(layer)
     layer.rlq_kv_cache = layer.register_forward_pre_hook(round_keys_and_values)  # type: ignore[assignment]
 
 

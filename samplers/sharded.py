@@ -39,9 +39,11 @@ def parts(model: torch.nn.Module, *, hashed: bool) -> dict[str, Part]:
 
 def _part(slot: Slot, hashed: bool) -> Part:
     rows = slot.rows(slot.module.get_parameter(slot.leaf).data)
-    held = rows.to("cpu", rows.dtype if slot.exact else torch.bfloat16).contiguous()
+    dtype = rows.dtype if slot.exact else torch.bfloat16
+    spec = TensorSpec.of(torch.empty(rows.shape, dtype=dtype, device="meta"))
+    digest = _sha256(rows.to("cpu", dtype)) if hashed else ""
     first = slot.module.shard_indices.org_vocab_start_index if is_padded(slot.module) else None  # type: ignore[union-attr]
-    return Part(TensorSpec.of(held), slot.tile_rows, first, _sha256(held) if hashed else "")  # type: ignore[arg-type]
+    return Part(spec, slot.tile_rows, first, digest)  # type: ignore[arg-type]
 
 
 def load(worker: Any, ticket: FileTicket) -> None:

@@ -123,7 +123,7 @@ class FileTicket:
             data = np.memmap(self.path, np.uint8, mode="r")
         except (FileNotFoundError, ValueError) as error:
             raise SnapshotError(f"{self.path} is gone or empty ({error}); send the version again") from None
-        return open_delta(data.data) if self.header is None else unpack(PackedSnapshot(self.header, data))
+        return opened(self.header, data)
 
 
 class SharedMemory:
@@ -157,7 +157,7 @@ class SharedMemory:
 
     def check_hosts(self, hosts: Iterable[str]) -> None:
         """See `Transport`."""
-        away = sorted(set(hosts) - {socket.gethostname()})
+        away = elsewhere(hosts)
         if away:
             raise ConfigError(
                 f"samplers run on {', '.join(away)}, out of reach of this host's shared memory; "
@@ -263,6 +263,16 @@ class Directory:
     def close(self) -> None:
         """Let another publisher in."""
         self._lock.close()
+
+
+def opened(header: dict | None, data: np.ndarray) -> Snapshot | Delta:
+    """A packed snapshot, or without a header a delta, from its bytes; nothing is copied."""
+    return open_delta(data.data) if header is None else unpack(PackedSnapshot(header, data))
+
+
+def elsewhere(hosts: Iterable[str]) -> list[str]:
+    """Those that are not this one."""
+    return sorted(set(hosts) - {socket.gethostname()})
 
 
 def name_of(version: int) -> str:

@@ -19,11 +19,11 @@ import ray
 import torch
 from ray.exceptions import RayError
 
-from rlq.delta import Delta, open_delta
+from rlq.delta import Delta
 from rlq.errors import ConfigError, SamplerError, SnapshotError, last_line
-from rlq.publish import PackedSnapshot, Snapshot, pack, unpack
+from rlq.publish import PackedSnapshot, Snapshot, pack
 
-from .transport import ObjectStore, Ticket
+from .transport import ObjectStore, Ticket, elsewhere, opened
 
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import TrainerInitInfo
@@ -108,8 +108,7 @@ class ReceivedTicket:
 
     def open(self) -> Snapshot | Delta:
         """Take what arrived."""
-        data = RECEIVER.take(self.nbytes)
-        return open_delta(data.data) if self.header is None else unpack(PackedSnapshot(self.header, data))
+        return opened(self.header, RECEIVER.take(self.nbytes))
 
 
 # The learner's side
@@ -283,7 +282,7 @@ class VllmTransfer:
 
     def check_hosts(self, hosts: Iterable[str]) -> None:
         """IPC reaches this host only."""
-        away = sorted(set(hosts) - {socket.gethostname()})
+        away = elsewhere(hosts)
         if self.backend == "ipc" and away:
             raise ConfigError(f"samplers run on {', '.join(away)}, out of reach of ipc; set sampler_transport: nccl")
 

@@ -37,9 +37,9 @@ CONFIG = Qwen2Config(
 RELOADS = 10
 
 
-def model(seed: int):
+def model(seed: int, config: Any = CONFIG):
     torch.manual_seed(seed)
-    policy = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32)
+    policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             if name.endswith("bias"):
@@ -47,6 +47,12 @@ def model(seed: int):
             elif parameter.ndim == 2:
                 parameter.mul_(4)
     return policy
+
+
+def magnitudes(policy: Any) -> dict[str, float]:
+    """What calibration might find, for schemes with static scales."""
+    amax = {name: 3.0 for name, module in policy.named_modules() if isinstance(module, torch.nn.Linear)}
+    return amax | {f"{name}.{kind}_cache": 3.0 for name in attentions(policy) for kind in "kv"}
 
 
 def couples_batch(scheme: Scheme) -> bool:
@@ -66,13 +72,13 @@ def stepwise_score(reference: TransformersSampler, rollout: Rollout) -> torch.Te
 
 
 @torch.no_grad()
-def deltas_leave_what_a_whole_version_does(engine: VllmSampler, policy: Any, base: Snapshot, input_amax: dict) -> bool:
+def deltas_leave_what_a_whole_version_does(engine: VllmSampler, policy: Any, base: Snapshot, amax: dict) -> bool:
     """Twenty versions as deltas, then the last one whole: every parameter, derived ones too, has to be the same."""
     last = base
     for version in range(RELOADS, RELOADS + 20):
         for parameter in policy.parameters():
             parameter.add_(torch.randn(parameter.shape), alpha=1e-4 * version)
-        now = snapshot(policy.named_parameters(), base.scheme, version, input_amax)
+        now = snapshot(policy.named_parameters(), base.scheme, version, amax)
         engine.commit(engine.stage(delta.open_delta(delta.encode(last, now))))
         last = now
 
@@ -99,11 +105,9 @@ def main() -> None:
     options = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
     scheme = Scheme.preset(sys.argv[1], **options)
     policies = [model(seed) for seed in range(2)]
-    linears = [name for name, module in policies[0].named_modules() if isinstance(module, torch.nn.Linear)]
-    input_amax = {name: 3.0 for name in linears}
-    input_amax |= {f"{name}.{kind}_cache": 3.0 for name in attentions(policies[0]) for kind in "kv"}
+    amax = magnitudes(policies[0])
     engine = VllmSampler(CONFIG.to_dict(), scheme=scheme, options=EngineOptions(max_model_len=64))
-    snaps = [snapshot(p.named_parameters(), scheme, v, input_amax) for v, p in enumerate(policies)]
+    snaps = [snapshot(p.named_parameters(), scheme, v, amax) for v, p in enumerate(policies)]
     digests = []
     for reload in range(RELOADS):
         digests.append(engine.install(snaps[reload % 2]).digest == snaps[reload % 2].digest)
@@ -118,7 +122,7 @@ def main() -> None:
     gaps = torch.cat([(score(reference, r) - torch.tensor(r.logprobs)).abs() for r in rollouts])
     plain = TransformersSampler(CONFIG.to_dict(), scheme=Scheme.preset("bf16"))
     plain.install(snapshot(policies[version].named_parameters(), plain.scheme, version))
-    deltas = deltas_leave_what_a_whole_version_does(engine, policies[version], snaps[version], input_amax)
+    deltas = deltas_leave_what_a_whole_version_does(engine, policies[version], snaps[version], amax)
     kl = torch.cat([torch.tensor(r.logprobs) - plain.score(r) for r in rollouts])
     print(
         json.dumps(

@@ -10,10 +10,10 @@ import sys
 from dataclasses import replace
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from emulation_worker import magnitudes, model
+from transformers import LlamaConfig
 
 from rlq import delta
-from rlq.emulate import attentions
 from rlq.errors import SnapshotError
 from rlq.publish import snapshot, tensor_digest
 from rlq.schemes import Scheme
@@ -37,16 +37,6 @@ SAMPLING = Sampling(1.0, 16, (1,))
 REQUESTS = [Request(tuple(range(3 + i, 9 + i)), 4, 100 * i) for i in range(8)]
 
 
-def model(seed: int):
-    torch.manual_seed(seed)
-    policy = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(4)
-    return policy
-
-
 def refused(engine: VllmSampler, version) -> str:
     try:
         engine.stage(version)
@@ -67,9 +57,8 @@ def spoil(model: torch.nn.Module) -> None:
 
 def main() -> None:
     scheme = Scheme.preset(sys.argv[1], **(json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}))
-    policies = [model(seed) for seed in range(2)]
-    amax = {name: 3.0 for name, module in policies[0].named_modules() if isinstance(module, torch.nn.Linear)}
-    amax |= {f"{name}.{kind}_cache": 3.0 for name in attentions(policies[0]) for kind in "kv"}
+    policies = [model(seed, CONFIG) for seed in range(2)]
+    amax = magnitudes(policies[0])
     engine = VllmSampler(CONFIG.to_dict(), scheme=scheme, options=EngineOptions(max_model_len=64, tensor_parallel=2))
     snaps = [snapshot(p.named_parameters(), scheme, v, amax) for v, p in enumerate(policies)]
     digests = [engine.install(snaps[i % 2]).digest == snaps[i % 2].digest == engine.digest() for i in range(4)]
