@@ -28,10 +28,12 @@ from common import ROOT, report, row, seconds
 from record_steps import FOLDER
 from safetensors.torch import load_file
 
-from rlq import scaling
+from rlq import delta, scaling
 from rlq.publish import Snapshot, snapshot
 from rlq.scaling import Rates
+from rlq.schemes import Scheme
 from rlq.types import Request, Sampling
+from samplers.engine import return_free_memory
 from samplers.options import SamplerConfig
 from samplers.pool import SamplerPool
 
@@ -104,28 +106,39 @@ def median(found: list[dict], key: str) -> float:
     return statistics.median(each[key] for each in found[1:])
 
 
-def rates(whole: list[dict], deltas: list[dict], params: int) -> Rates:
+def encoding(steps: list[dict[str, torch.Tensor]], scheme: Scheme) -> float:
+    """Seconds to make the delta between two versions."""
+    old, new = (snapshot(step.items(), scheme, version) for version, step in enumerate(steps))
+    return statistics.median(seconds(lambda: delta.encode(old, new)) for _ in range(ROUNDS))
+
+
+def rates(whole: list[dict], deltas: list[dict], encode_s: float, params: int) -> Rates:
     """What `rlq.scaling` needs, from one model's publishes and two loops over 64 MB."""
     block = np.random.default_rng(0).integers(0, 256, 64 << 20, np.uint8)
     digest = block.nbytes / seconds(lambda: hashlib.sha256(block.data).digest())
     copy = block.nbytes / seconds(lambda: np.copyto(np.empty_like(block), block))
     wire = median(whole, "whole")
-    staged = wire / (median(whole, "ship") - wire / copy - wire / digest)
     return Rates(
         quantize=2 * params / (median(whole, "quantize") - wire / digest),
         digest=digest,
         copy=copy,
-        compare=wire / (median(deltas, "ship") - wire / staged - wire / digest),
-        stage=staged,
+        compare=wire / encode_s,
+        stage=wire / (median(whole, "ship") - wire / copy - wire / digest),
+        patch=wire / (median(deltas, "ship") - encode_s - wire / digest),
         network=math.inf,
     )
 
 
 def receiver(pool: SamplerPool, publish: Callable[[int], dict[str, float]]) -> tuple[list[dict], float, int]:
-    """Publishes, the median peak of the actor's memory during one beyond what it held before, and that."""
-    place: Any = ray.get(pool._fleet.members[0].actor.where.remote())
+    """Publishes, the median peak of the actor's memory during one beyond what it held before, and that.
+
+    Before each, glibc gives back what it keeps of freed memory, so that nothing hides in its holes.
+    """
+    actor = pool._fleet.members[0].actor
+    place: Any = ray.get(actor.where.remote())
     found, peaks, before = [], [], 0
     for round_ in range(ROUNDS + 1):
+        ray.get(actor.__ray_call__.remote(return_free_memory))
         Path(f"/proc/{place.pid}/clear_refs").write_text("5")
         before = resident(place.pid, "VmRSS")
         found.append(publish(round_))
@@ -173,7 +186,8 @@ def main() -> None:
     fp8 = sides["fp8"]
     deltas, peak, resident_bytes = receiver(fp8.pool, lambda round_: fp8.sync(steps[round_ % 2], NEVER))
     fp8.pool.close()
-    known = rates(whole["fp8"], deltas, sum(t.numel() for t in steps[0].values()))
+    encode_s = encoding(steps, fp8.pool.scheme)
+    known = rates(whole["fp8"], deltas, encode_s, sum(t.numel() for t in steps[0].values()))
 
     small = config | {"num_hidden_layers": 8, "vocab_size": config["vocab_size"] // 4}
     weights, side = random_weights(small), Side("fp8", small)

@@ -67,6 +67,13 @@ class Patch:
         """Turn the old tensor's flat unsigned view into the new one's."""
         integers[slice(None) if self.where is None else self.where] = self.fresh(integers)
 
+    def between(self, begin: int, end: int) -> "Patch":
+        """The patch to the flat elements from `begin` to before `end`."""
+        if self.where is None:
+            return Patch(None, self.values[begin:end])
+        first, last = np.searchsorted(self.where, (begin, end))
+        return Patch(self.where[first:last] - self.where.dtype.type(begin), self.values[first:last])
+
     def apply_to(self, tensor: torch.Tensor) -> torch.Tensor:
         """Turn the old tensor (contiguous, on the CPU) into the new one, in place, and return it."""
         self.apply_(flat_integers(tensor))

@@ -112,8 +112,12 @@ def tensor_digest(tensors: dict[str, torch.Tensor]) -> str:
 
 def own_digest(name: str, tensor: torch.Tensor) -> bytes:
     """One tensor's part of `tensor_digest`: its name and spec as text, then SHA-256 of its bytes."""
-    spec = TensorSpec.of(tensor)
-    return f"{name} {spec.dtype} {list(spec.shape)} ".encode() + hashlib.sha256(as_bytes(tensor).data).digest()
+    return digest_entry(name, TensorSpec.of(tensor), hashlib.sha256(as_bytes(tensor).data).digest())
+
+
+def digest_entry(name: str, spec: TensorSpec, sha256: bytes) -> bytes:
+    """`own_digest` of a tensor whose bytes were hashed piece by piece."""
+    return f"{name} {spec.dtype} {list(spec.shape)} ".encode() + sha256
 
 
 def combined_digest(own: Mapping[str, bytes]) -> str:

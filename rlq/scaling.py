@@ -24,7 +24,9 @@ class Rates:
     compare: float
     """Wire bytes compared with the version before, and encoded."""
     stage: float
-    """Wire bytes that a sampler fetches, dequantizes and compares, while it serves."""
+    """Wire bytes that a sampler fetches and dequantizes, while it serves, when a version arrives whole."""
+    patch: float
+    """Wire bytes that a sampler brings up to date, dequantizes and compares, while it serves, when a delta arrives."""
     network: float
     """Bytes into or out of a node."""
 
@@ -85,5 +87,5 @@ def publish(
         quantize_s=2 * params / publishers / rates.quantize + share / rates.digest,
         encode_s=share / (rates.copy if changed is None else rates.compare),
         ship_s=fan_out_rounds(nodes) * nbytes / rates.network,
-        stage_s=wire / rates.digest + wire / rates.stage,
+        stage_s=wire / rates.digest + wire / (rates.stage if changed is None else rates.patch),
     )

@@ -1,5 +1,6 @@
 """One vLLM engine behind the `Sampler` protocol: install published weights, sample token ids with their log-probs."""
 
+import ctypes
 import functools
 import json
 import logging
@@ -20,7 +21,7 @@ from rlq.canary import Probe
 from rlq.checkpoint import check_finite
 from rlq.errors import ConfigError, SamplerError, SnapshotError
 from rlq.interop import quantization_config
-from rlq.publish import Snapshot, TensorSpec, check_specs, combined_digest, tensor_digest
+from rlq.publish import Snapshot, TensorSpec, check_specs, combined_digest
 from rlq.schemes import Scheme
 from rlq.types import InstallReport, Request, Rollout, Sampling
 
@@ -82,7 +83,7 @@ class VllmSampler:
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
         from vllm import LLM
 
-        from . import hardware, plugin, staging, storage
+        from . import hardware, head, plugin, storage
         from .sharded import Shards
 
         plugin.register()
@@ -122,7 +123,7 @@ class VllmSampler:
         self._interrupted: int | None = None  # version whose sampling ends early
         line = hardware.describe(self._on_model(hardware.running_kernels), scheme)
         self.runs = f"{line}; {plan.note}" if plan.note else line
-        self._on_model(staging.drop_unused_pack)
+        self._on_model(head.repack)
         self._in_place: bool = self._on_model(storage.placeable)
         # On a GPU the copies beside the served version would take the cache's memory, and making them is fast.
         self._ahead: bool = self._on_model(storage.on_cpu)
@@ -130,6 +131,8 @@ class VllmSampler:
         self._shards = Shards(self.llm) if options.tensor_parallel > 1 else None
         # Calls to several processes must not cross; in one process reading back runs beside requests.
         self._alone = Lock() if self._shards else nullcontext()
+        self._reserve = False  # memory of versions that were replaced; the next whole one needs as much
+        self.llm.apply_model(return_free_memory)
 
     def _on_model(self, function):
         return self.llm.apply_model(function)[0]
@@ -172,25 +175,26 @@ class VllmSampler:
         if isinstance(version, Snapshot):
             if self._shards is None:
                 check_specs(version.specs, self.specs)
+            self._reserve = True
             check_finite({n: t for n, t in version.tensors.items() if t.dtype in (torch.bfloat16, torch.float32)})
             number, digest, scheme = version.version, version.digest, version.scheme
-            changes, names = iter(version.tensors.items()), list(version.tensors)
         else:
             version.check_base(self.version, self._digest)
+            if self._reserve:
+                self._reserve = False
+                self.llm.apply_model(return_free_memory)
             number, digest, scheme = version.info.version, version.info.digest, version.info.scheme
-            changes, names = version.patches(), version.names
         if scheme != self.scheme:
             raise SnapshotError(
                 f"version {number} is {scheme.name!r}, this sampler serves {self.scheme.name!r}; start one per scheme"
             )
         staged = Staged(number, digest, len(self.specs), self._commits)
         if self._shards is not None:
-            if not isinstance(version, Snapshot):
-                raise SnapshotError(f"version {number} is a delta, which an engine of several ranks does not take")
-            return replace(staged, ticket=self._shards.stage(version))
+            whole = version if isinstance(version, Snapshot) else version.apply(self._shards.served())
+            return replace(staged, ticket=self._shards.stage(whole))
         if not self._in_place:
             return replace(staged, tensors=self._whole(version))
-        steps = self._on_model(functools.partial(prepare, changes=changes, names=names))
+        steps = self._on_model(functools.partial(prepare, version=version))
         if not self._ahead:
             return replace(staged, steps=steps)
         steps = list(steps)
@@ -244,13 +248,15 @@ class VllmSampler:
 
     def _reload(self, staged: Staged) -> None:
         """Install through vLLM's layer-wise reload."""
+        from . import head
+
         if self._shards is not None:
             assert staged.ticket is not None
             self._shards.commit(staged.ticket)
         else:
             assert staged.tensors is not None
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(staged.tensors.items())})
-        self._on_model(_refresh_head)
+        self._on_model(head.repack)
 
     def switch(self, scheme: Scheme) -> None:
         """An engine serves one scheme for life; a pool replaces its engines."""
@@ -263,7 +269,7 @@ class VllmSampler:
         with self._alone:
             if self._shards is not None:
                 return self._shards.digest()
-            return tensor_digest(self._on_model(storage.wire_tensors))
+            return self._on_model(storage.digest)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Rollout]:
         """Sample; see `rlq.types.Sampler`.
@@ -378,10 +384,8 @@ def _method_config(scheme: Scheme, options: EngineOptions) -> dict:
     return {"quant_method": "rlq", "scheme": scheme.to_dict()}
 
 
-def _refresh_head(model: torch.nn.Module) -> None:
-    """Re-run the head's post-processing: on a CPU a head computes with a packed copy, which goes stale."""
-    from . import storage
-
-    head = getattr(model, "lm_head", None)
-    if head is not None and storage.on_cpu(model):
-        head.quant_method.process_weights_after_loading(head)
+def return_free_memory(_: Any = None) -> None:
+    """Have glibc give the system what it keeps of freed memory: loading a model leaves as much as its weights take."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

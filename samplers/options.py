@@ -142,11 +142,6 @@ class SamplerConfig:
                 f"sampler_tensor_parallel_size is {self.sampler_tensor_parallel_size}, sampler_num_gpus "
                 f"{self.sampler_num_gpus:g}; an engine needs one GPU per rank"
             )
-        if self.sampler_tensor_parallel_size > 1 and self.sampler_whole_every > 1:
-            raise ConfigError(
-                f"sampler_whole_every is {self.sampler_whole_every}; engines of several ranks take whole versions, "
-                "set 1"
-            )
         if self.sampler_transport not in TRANSPORTS:
             raise ConfigError(f"sampler_transport is {self.sampler_transport!r}; use one of {', '.join(TRANSPORTS)}")
         if self.sampler_transport == "directory" and not Path(self.sampler_transport_dir or "").is_absolute():

@@ -39,9 +39,8 @@ def parts(model: torch.nn.Module, *, hashed: bool) -> dict[str, Part]:
 
 def _part(slot: Slot, hashed: bool) -> Part:
     rows = slot.rows(slot.module.get_parameter(slot.leaf).data)
-    dtype = rows.dtype if slot.exact else torch.bfloat16
-    spec = TensorSpec.of(torch.empty(rows.shape, dtype=dtype, device="meta"))
-    digest = _sha256(rows.to("cpu", dtype)) if hashed else ""
+    spec = TensorSpec.of(rows.to("meta", slot.dtype))
+    digest = _sha256(rows.to("cpu", slot.dtype)) if hashed else ""
     first = slot.module.shard_indices.org_vocab_start_index if is_padded(slot.module) else None  # type: ignore[union-attr]
     return Part(spec, slot.tile_rows, first, digest)  # type: ignore[arg-type]
 
@@ -91,11 +90,16 @@ class Shards:
             self._shared.release(self._served)
         self._served = ticket
 
-    def digest(self) -> str:
-        """Digest of the served version if every rank holds its parts of it, byte for byte; else what differs."""
+    def served(self) -> Snapshot:
+        """The served version, as it lies in shared memory."""
         assert self._served is not None
         snap = self._served.open()
         assert isinstance(snap, Snapshot)
+        return snap
+
+    def digest(self) -> str:
+        """Digest of the served version if every rank holds its parts of it, byte for byte; else what differs."""
+        snap = self.served()
         held = self.llm.apply_model(partial(parts, hashed=True))
         wrong = differing_parts(snap, held)
         return f"{len(wrong)} parts differ: {', '.join(wrong[:3])}" if wrong else snap.digest

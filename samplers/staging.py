@@ -5,18 +5,19 @@ places is kept as positions and values; what changed in many is kept whole and t
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from rlq.delta import Patch, flat_integers
+from rlq.delta import Delta, Patch, flat_integers
 from rlq.delta_codec import differing
-from rlq.publish import own_digest
+from rlq.publish import Snapshot, own_digest
 
 from .emulated import EmulatedLinearMethod
-from .storage import is_padded, slots
+from .head import PackedProduct, Product, head_of, new_product
+from .storage import Slot, is_padded, slots
 
 SPARSE = 8
 """A tensor is patched if at most one in so many elements changed: a position takes as much as the value."""
@@ -41,47 +42,46 @@ class Write:
 
 @dataclass(frozen=True)
 class Steps:
-    """What changes in a parameter on the CPU."""
+    """What changes in a parameter on the CPU, or in what is packed from it."""
 
-    parameter: torch.nn.Parameter
-    """Where."""
+    integers: np.ndarray
+    """Where: flat, as the unsigned integers that the elements are stored as."""
     where: np.ndarray
-    """Flat positions, ascending."""
+    """Positions there, each once."""
     steps: np.ndarray
-    """New minus old there, as the unsigned integers that the elements are stored as."""
+    """New minus old."""
 
     def apply(self) -> None:
         """Make them."""
-        flat_integers(self.parameter.data)[self.where] += self.steps
+        self.integers[self.where] += self.steps
 
 
 @dataclass
-class Packed:
-    """The head's next matrix product: on a CPU it computes with a packed copy of the weight, which goes stale."""
+class Repacked:
+    """The head's next product, packed anew. Applied, it holds the last one."""
 
     head: torch.nn.Module
     """The head."""
-    product: Callable
-    """`cpu_linear` of the next version; applied, that of the last."""
+    product: Product
+    """Its next `cpu_linear`."""
 
     def apply(self) -> None:
         """Make it the engine's."""
         self.head.cpu_linear, self.product = self.product, self.head.cpu_linear  # type: ignore[assignment]
 
 
-Step = tuple[list[Write | Steps | Packed], dict[str, bytes]]
+Step = tuple[list[Write | Steps | Repacked], dict[str, bytes]]
 
 
-def prepare(
-    model: torch.nn.Module, changes: Iterable[tuple[str, torch.Tensor | Patch]], names: Iterable[str]
-) -> Iterator[Step]:
+def prepare(model: torch.nn.Module, version: Snapshot | Delta) -> Iterator[Step]:
     """Yield, module by module, what to write and the digests of the wire tensors that the writes will leave.
 
     Args:
         model: vLLM model that is `rlq`'s throughout, see `storage.placeable`; it is read, not changed.
-        changes: new wire tensors, or patches to them, in the order of `names`.
-        names: all names in `changes`.
+        version: fits the model; a delta, the version that it serves.
     """
+    whole = isinstance(version, Snapshot)
+    names, changes = (version.tensors, version.tensors.items()) if whole else (version.names, version.patches())
     known = slots(model)
     missing = Counter(id(known[name].module) for name in names)
     images: dict[int, dict[str, torch.Tensor]] = {}
@@ -89,20 +89,25 @@ def prepare(
     for name, change in changes:
         slot = known[name]
         key = id(slot.module)
-        whole = isinstance(change, torch.Tensor)
-        fresh = change if whole else change.apply_to(slot.read())
-        digests.setdefault(key, {})[name] = own_digest(name, fresh)
-        image = images.setdefault(key, {})
-        if slot.leaf not in image:
-            data = getattr(slot.module, slot.leaf).data
-            # What a patch, or the padding of a vocabulary, leaves as it is has to be there.
-            image[slot.leaf] = torch.empty_like(data) if whole and not is_padded(slot.module) else data.clone()
-        slot.write(fresh, image[slot.leaf])
         missing[key] -= 1
-        if not missing[key]:
-            del fresh, change
+        patch = change if isinstance(change, Patch) else None
+        patched = _patched(model, slot, patch) if patch is not None else None
+        if patched is not None:
+            yield patched, {name: slot.own_digest(name, patch)}
+        else:
+            fresh = change.apply_to(slot.read()) if isinstance(change, Patch) else change
+            digests.setdefault(key, {})[name] = own_digest(name, fresh)
+            image = images.setdefault(key, {})
+            if slot.leaf not in image:
+                data = getattr(slot.module, slot.leaf).data
+                # What a patch, or the padding of a vocabulary, leaves as it is has to be there.
+                image[slot.leaf] = torch.empty_like(data) if whole and not is_padded(slot.module) else data.clone()
+            slot.write(fresh, image[slot.leaf])
+            del fresh
+        del change
+        if key in images and not missing[key]:
             image = images.pop(key)
-            yield [*_writes(slot.module, image, whole), *_packed(model, slot.module, image)], digests.pop(key)
+            yield [*_writes(slot.module, image, whole), *_repacked(model, slot.module, image)], digests.pop(key)
 
 
 def _writes(module: torch.nn.Module, image: dict[str, torch.Tensor], whole: bool) -> list[Write | Steps]:
@@ -116,29 +121,45 @@ def _writes(module: torch.nn.Module, image: dict[str, torch.Tensor], whole: bool
     ]
 
 
-def _packed(model: torch.nn.Module, module: torch.nn.Module, image: dict[str, torch.Tensor]) -> list[Packed]:
+def _repacked(model: torch.nn.Module, module: torch.nn.Module, image: dict[str, torch.Tensor]) -> list[Repacked]:
     """The head's product, if the image holds its weight; a tied head's weight is the embedding's."""
-    head = getattr(model, "lm_head", None)
-    if head is None or "weight" not in image or not hasattr(head, "cpu_linear") or module.weight is not head.weight:
+    found = head_of(model)
+    if found is None or "weight" not in image or module.weight is not found.weight:
         return []
-    stand_in = torch.nn.Module()
-    stand_in.weight = torch.nn.Parameter(image["weight"], requires_grad=False)
-    head.quant_method.process_weights_after_loading(stand_in)  # type: ignore[union-attr]
-    return [Packed(head, stand_in.cpu_linear)]  # type: ignore[arg-type]
+    return [Repacked(found, new_product(found, image["weight"]))]
 
 
-def drop_unused_pack(model: torch.nn.Module) -> None:
-    """Free the packed copy that vLLM makes of an embedding even if the head that is tied to it has its own."""
-    head = getattr(model, "lm_head", None)
-    for module in model.modules():
-        if hasattr(module, "cpu_linear") and module is not head and head is not None and module.weight is head.weight:
-            del module.cpu_linear
+def _patched(model: torch.nn.Module, slot: Slot, patch: Patch) -> list[Write | Steps | Repacked] | None:
+    """What to write for few changes to embeddings or the like, without a second copy of them.
+
+    None if much changes, if values are derived from the tensor, or if it does not lie in this memory as published.
+    """
+    stored, where = slot.stored, patch.where
+    derives = slot.shards > 1 or isinstance(getattr(slot.module, "quant_method", None), EmulatedLinearMethod)
+    if where is None or derives or stored.device.type != "cpu" or not stored.is_contiguous():
+        return None
+    found, places = head_of(model), None
+    if found is not None and slot.module.weight is found.weight:
+        places = found.cpu_linear.places(where) if isinstance(found.cpu_linear, PackedProduct) else None
+        if places is None:
+            return None
+    if where.size * SPARSE > stored.numel():
+        return None
+    old = stored.view(-1)[torch.from_numpy(where)]
+    wire = old.to(slot.dtype, copy=True)
+    flat_integers(wire)[:] += patch.values
+    steps = flat_integers(wire.to(old.dtype)) - flat_integers(old)
+    writes: list[Write | Steps | Repacked] = [Steps(flat_integers(stored), where, steps)]
+    if found is not None and places is not None:
+        writes.append(Steps(found.cpu_linear.integers, places, steps))
+    return writes
 
 
 def _difference(parameter: torch.nn.Parameter, new: torch.Tensor) -> Write | Steps:
     old = parameter.data
     if old.device.type != "cpu" or not (old.is_contiguous() and new.is_contiguous()):
         return Write(parameter, new)
-    where, steps = differing(flat_integers(old), flat_integers(new))
+    integers = flat_integers(old)
+    where, steps = differing(integers, flat_integers(new))
     # Copies: what was found lies in room for a change of everything.
-    return Write(parameter, new) if where.size * SPARSE > new.numel() else Steps(parameter, where.copy(), steps.copy())
+    return Write(parameter, new) if where.size * SPARSE > new.numel() else Steps(integers, where.copy(), steps.copy())

@@ -1,13 +1,18 @@
 """A loaded vLLM model as wire tensors: which ones it expects, and what it really holds."""
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
 
-from rlq.publish import TensorSpec
+from rlq.delta import Patch
+from rlq.publish import TensorSpec, as_bytes, combined_digest, digest_entry
 from rlq.quantize.model import CACHE_SCALES
 
 from .emulated import DERIVED, EmulatedLinearMethod, ShardParameter
+
+PIECE = 1 << 18
+"""Elements that are read at once to be hashed."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +36,36 @@ class Slot:
         """View of its rows, in the published orientation; `storage` is the parameter's data or a copy of it."""
         return _shards(self.module, getattr(self.module, self.leaf), storage, self.shards)[self.shard]
 
+    @property
+    def stored(self) -> torch.Tensor:
+        """View of it in the engine, in the published orientation."""
+        return self.rows(getattr(self.module, self.leaf).data)[:: self.tile_rows]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which it was published."""
+        return getattr(self.module, self.leaf).dtype if self.exact else torch.bfloat16
+
+    @property
+    def spec(self) -> TensorSpec:
+        """What was published looks like this."""
+        return TensorSpec.of(self.stored.to("meta", self.dtype))
+
     def read(self) -> torch.Tensor:
         """A copy of the tensor as it was published, on the CPU."""
-        rows = self.rows(getattr(self.module, self.leaf).data)[:: self.tile_rows]
-        dtype = rows.dtype if self.exact else torch.bfloat16
-        return rows.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+        return self.stored.to("cpu", self.dtype, copy=True, memory_format=torch.contiguous_format)
+
+    def own_digest(self, name: str, patch: Patch | None = None) -> bytes:
+        """Its part of `tensor_digest`, as it is or as a patch will leave it, without a copy of all of it."""
+        stored, hashed = self.stored, hashlib.sha256()
+        width = stored[:1].numel()
+        step = max(1, PIECE // width)
+        for top in range(0, len(stored), step):
+            wire = stored[top : top + step].to("cpu", self.dtype, copy=patch is not None)
+            if patch is not None:
+                patch.between(top * width, (top + step) * width).apply_to(wire)
+            hashed.update(as_bytes(wire).data)
+        return digest_entry(name, self.spec, hashed.digest())
 
     def write(self, tensor: torch.Tensor, storage: torch.Tensor) -> None:
         """Put a published tensor where it belongs in `storage`, the parameter's data or a copy of it."""
@@ -73,6 +103,11 @@ def wire_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: slot.read() for name, slot in slots(model).items()}
 
 
+def digest(model: torch.nn.Module) -> str:
+    """`tensor_digest` of what the model holds."""
+    return combined_digest({name: slot.own_digest(name) for name, slot in slots(model).items()})
+
+
 def placeable(model: torch.nn.Module) -> bool:
     """True if overwriting in place renews everything: all linears are rlq's own, and attention derives no weights."""
     from vllm.model_executor.layers.attention import MLAAttention
@@ -96,7 +131,7 @@ def tied_to_embedding(model: torch.nn.Module) -> bool:
 
 def expected_specs(model: torch.nn.Module) -> dict[str, TensorSpec]:
     """Names, dtypes and shapes of a complete snapshot for this model."""
-    return {name: TensorSpec.of(tensor) for name, tensor in wire_tensors(model).items()}
+    return {name: slot.spec for name, slot in slots(model).items()}
 
 
 def _shards(

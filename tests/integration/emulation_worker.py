@@ -19,8 +19,10 @@ from rlq.publish import Snapshot, own_digest, snapshot
 from rlq.schemes import Scheme
 from rlq.types import Request, Rollout, Sampling
 from samplers.engine import VllmSampler
+from samplers.head import PackedProduct
 from samplers.options import EngineOptions
 from samplers.reference import TransformersSampler
+from samplers.staging import prepare
 
 # Biases on q/k/v, a tied head, grouped heads, and sizes that are no multiples of 32 or 128, so that blocks end inside
 # fused shards and rows.
@@ -77,7 +79,14 @@ def deltas_leave_what_a_whole_version_does(engine: VllmSampler, policy: Any, bas
     last = base
     for version in range(RELOADS, RELOADS + 20):
         for parameter in policy.parameters():
-            parameter.add_(torch.randn(parameter.shape), alpha=1e-4 * version)
+            # Embeddings, which are the head's weight too, change everywhere or in a few places.
+            few = version % 2 and parameter.shape[0] == CONFIG.vocab_size
+            changed = parameter[[3, 40, 70], :20] if few else parameter
+            changed = changed + torch.randn(changed.shape) * 1e-4 * version
+            if few:
+                parameter[[3, 40, 70], :20] = changed
+            else:
+                parameter.copy_(changed)
         now = snapshot(policy.named_parameters(), base.scheme, version, amax)
         engine.commit(engine.stage(delta.open_delta(delta.encode(last, now))))
         last = now
@@ -85,9 +94,47 @@ def deltas_leave_what_a_whole_version_does(engine: VllmSampler, policy: Any, bas
     def held() -> dict[str, bytes]:
         return engine._on_model(lambda m: {n: own_digest(n, p.data.clone()) for n, p in m.named_parameters()})
 
-    after = held()
+    after, scores = held(), engine.score([tuple(range(3, 60))])
     engine.install(last)
-    return after == held() and engine.digest() == last.digest
+    return after == held() and engine.digest() == last.digest and scores == engine.score([tuple(range(3, 60))])
+
+
+@torch.no_grad()
+def two_tensors_of_a_module_are_staged() -> bool:
+    """One changes in a few places, the other throughout, in both orders; what is written is what was published."""
+    found = []
+    for sparse, dense in (("norm.weight", "norm.bias"), ("norm.bias", "norm.weight")):
+        served = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(64)})
+        scheme = Scheme.preset("bf16")
+        old = snapshot(served.named_parameters(), scheme, 0)
+        moved = {name: tensor.clone() for name, tensor in served.named_parameters()}
+        moved[sparse][5] += 1
+        moved[dense] += torch.rand(64) + 1
+        new = snapshot(moved.items(), scheme, 1)
+        steps = list(prepare(served, delta.open_delta(delta.encode(old, new))))
+        digests = {name: digest for _, own in steps for name, digest in own.items()}
+        for writes, _ in steps:
+            for write in writes:
+                write.apply()
+        found.append(digests == {name: own_digest(name, tensor) for name, tensor in new.tensors.items()})
+        found.append(snapshot(served.named_parameters(), scheme, 1).digest == new.digest)
+    return all(found)
+
+
+@torch.no_grad()
+def heads_multiply_alike(engine: VllmSampler) -> bool:
+    """The head's product is what vLLM would have packed, bit for bit."""
+
+    def check(model: Any) -> bool:
+        head, stand_in = model.lm_head, torch.nn.Module()
+        stand_in.weight = torch.nn.Parameter(head.weight.data, requires_grad=False)
+        head.quant_method.process_weights_after_loading(stand_in)
+        x = torch.randn(5, CONFIG.hidden_size)
+        ours: Any = head.cpu_linear
+        theirs: Any = stand_in.cpu_linear
+        return isinstance(ours, PackedProduct) and torch.equal(ours(x, head.weight, None), theirs(x, head.weight, None))
+
+    return engine._on_model(check)
 
 
 def refuses_an_outdated_stage(engine: VllmSampler, snaps: list[Snapshot]) -> bool:
@@ -123,12 +170,14 @@ def main() -> None:
     plain = TransformersSampler(CONFIG.to_dict(), scheme=Scheme.preset("bf16"))
     plain.install(snapshot(policies[version].named_parameters(), plain.scheme, version))
     deltas = deltas_leave_what_a_whole_version_does(engine, policies[version], snaps[version], amax)
+    staged = two_tensors_of_a_module_are_staged() and heads_multiply_alike(engine)
     kl = torch.cat([torch.tensor(r.logprobs) - plain.score(r) for r in rollouts])
     print(
         json.dumps(
             {
                 "digests": digests,
                 "deltas": deltas,
+                "staged": staged,
                 "outdated": refuses_an_outdated_stage(engine, snaps),
                 "tokens": len(gaps),
                 "gap_mean": float(gaps.mean()),

@@ -70,8 +70,11 @@ def main() -> None:
     errors = [
         refused(engine, replace(snaps[0], tensors={n: t for n, t in snaps[0].tensors.items() if "o_proj" not in n})),
         refused(engine, replace(snaps[0], tensors=short, digest=tensor_digest(short))),
-        refused(engine, delta.open_delta(delta.encode(snaps[1], snaps[0]))),
+        refused(engine, delta.open_delta(delta.encode(snaps[0], snaps[1]))),
     ]
+    for old, new in (snaps[::-1], snaps):  # there and back
+        engine.commit(engine.stage(delta.open_delta(delta.encode(old, new))))
+        digests.append(engine.digest() == new.digest)
     still = engine.generate(REQUESTS, SAMPLING, 1) == rollouts
     engine.llm.apply_model(spoil)
     print(

@@ -53,6 +53,7 @@ def test_reloads_and_arithmetic(name, options, outcome):
     found = outcome({"name": name, "options": options})
     assert found["digests"] == [True] * 10
     assert found["deltas"]
+    assert found["staged"]
     assert found["outdated"]
     assert found["tokens"] > 100
     # Two implementations add in different orders; rarely a quotient next to a tie rounds the other way, and then the
