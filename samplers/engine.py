@@ -60,7 +60,7 @@ class Staged:
     steps: "Iterable[Step]" = ()
     """Per module what to write, and the digests that it leaves; a list, or prepared as it is read."""
     tensors: dict[str, torch.Tensor] | None = None
-    """All tensors, for vLLM's own reload."""
+    """All tensors of every module that changes, for vLLM's own reload."""
     ticket: "FileTicket | None" = None
     """Where they are, for the reload of several ranks."""
 
@@ -169,6 +169,7 @@ class VllmSampler:
             SnapshotError: it does not fit, is damaged, or is a delta to another version than the served one.
             SamplerError: the engine is unusable.
         """
+        from . import storage
         from .staging import prepare
 
         self._require_usable()
@@ -193,7 +194,9 @@ class VllmSampler:
             whole = version if isinstance(version, Snapshot) else version.apply(self._shards.served())
             return replace(staged, ticket=self._shards.stage(whole))
         if not self._in_place:
-            return replace(staged, tensors=self._whole(version))
+            snap = isinstance(version, Snapshot)
+            tensors = version.tensors if snap else self._on_model(functools.partial(storage.touched, version=version))
+            return replace(staged, tensors=tensors)
         steps = self._on_model(functools.partial(prepare, version=version))
         if not self._ahead:
             return replace(staged, steps=steps)
@@ -205,17 +208,6 @@ class VllmSampler:
         if found != digest:
             raise SnapshotError(f"version {number} arrived as {found[:12]}, not {digest[:12]}; send it whole, again")
         return replace(staged, steps=steps)
-
-    def _whole(self, version: Snapshot | delta.Delta) -> dict[str, torch.Tensor]:
-        """All tensors of a version: a fused layer is never reloaded in part."""
-        if isinstance(version, Snapshot):
-            return version.tensors
-        from . import storage
-
-        tensors: dict[str, torch.Tensor] = self._on_model(storage.wire_tensors)
-        for name, patch in version.patches():
-            patch.apply_to(tensors[name])
-        return tensors
 
     def commit(self, staged: "Staged") -> InstallReport:
         """Switch to a staged version: the engine stands still from here to the end, and no longer.

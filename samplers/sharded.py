@@ -110,17 +110,13 @@ class Shards:
 
 
 def differing_parts(snap: Snapshot, held: list[dict[str, Part]]) -> list[str]:
-    """Parts, as `name of rank r`, that are not what the rank should hold; and vocabularies with a gap."""
-    wrong = []
-    for name, tensor in snap.tensors.items():
-        ranks = [own[name] for own in held]
-        for rank, part in enumerate(ranks):
-            if part.digest != _sha256(_cut(snap, name, part, rank, len(held))):
-                wrong.append(f"{name} of rank {rank}")
-        rows = {row for p in ranks if p.first is not None for row in range(p.first, p.first + p.spec.shape[0])}
-        if rows and len(rows) < len(tensor):
-            wrong.append(f"{name} as a whole")
-    return wrong
+    """Parts, as `name of rank r`, that are not what the rank should hold."""
+    return [
+        f"{name} of rank {rank}"
+        for name in snap.tensors
+        for rank, own in enumerate(held)
+        if own[name].digest != _sha256(_cut(snap, name, own[name], rank, len(held)))
+    ]
 
 
 def _expanded(snap: Snapshot, name: str, tile_rows: int) -> torch.Tensor:
@@ -150,9 +146,9 @@ def _fits(snap: Snapshot, name: str, ranks: list[Part]) -> bool:
     if spec.dtype != one.dtype or len(spec.shape) != len(one.shape):
         return False
     dims = list(zip(spec.shape, one.shape, strict=True))
-    if ranks[0].first is not None:
-        ends = [part.first + part.spec.shape[0] for part in ranks if part.first is not None]
-        return spec.shape[0] == max(ends) and spec.shape[1:] == one.shape[1:]
+    rows = {row for p in ranks if p.first is not None for row in range(p.first, p.first + p.spec.shape[0])}
+    if rows:
+        return rows == set(range(spec.shape[0])) and spec.shape[1:] == one.shape[1:]
     return all(0 < own <= whole and whole % own == 0 and len(ranks) % (whole // own) == 0 for whole, own in dims)
 
 

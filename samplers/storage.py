@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlq.delta import Patch
+from rlq.delta import Delta, Patch
 from rlq.publish import TensorSpec, as_bytes, combined_digest, digest_entry
 from rlq.quantize.model import CACHE_SCALES
 
@@ -98,9 +98,14 @@ def slots(model: torch.nn.Module) -> dict[str, Slot]:
     return out
 
 
-def wire_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What the model holds, as it would be published."""
-    return {name: slot.read() for name, slot in slots(model).items()}
+def touched(model: torch.nn.Module, version: Delta) -> dict[str, torch.Tensor]:
+    """All new wire tensors of the modules that a delta changes: a fused layer is never reloaded in part."""
+    known = slots(model)
+    modules = {id(known[name].module) for name in version.names}
+    tensors = {name: slot.read() for name, slot in known.items() if id(slot.module) in modules}
+    for name, patch in version.patches():
+        patch.apply_to(tensors[name])
+    return tensors
 
 
 def digest(model: torch.nn.Module) -> str:

@@ -7,6 +7,7 @@ Prints one JSON object. An engine changes process-wide state, so each scheme get
 
 import json
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from rlq import delta
 from rlq.emulate import attentions
 from rlq.errors import SnapshotError
-from rlq.publish import Snapshot, own_digest, snapshot
+from rlq.publish import Snapshot, own_digest, snapshot, tensor_digest
 from rlq.schemes import Scheme
 from rlq.types import Request, Rollout, Sampling
 from samplers.engine import VllmSampler
@@ -23,6 +24,7 @@ from samplers.head import PackedProduct
 from samplers.options import EngineOptions
 from samplers.reference import TransformersSampler
 from samplers.staging import prepare
+from samplers.storage import touched
 
 # Biases on q/k/v, a tied head, grouped heads, and sizes that are no multiples of 32 or 128, so that blocks end inside
 # fused shards and rows.
@@ -92,7 +94,8 @@ def deltas_leave_what_a_whole_version_does(engine: VllmSampler, policy: Any, bas
         last = now
 
     def held() -> dict[str, bytes]:
-        return engine._on_model(lambda m: {n: own_digest(n, p.data.clone()) for n, p in m.named_parameters()})
+        parameters = engine._on_model(lambda m: {n: own_digest(n, p.data.clone()) for n, p in m.named_parameters()})
+        return parameters | {"packed head": engine._on_model(lambda m: m.lm_head.cpu_linear.integers.tobytes())}
 
     after, scores = held(), engine.score([tuple(range(3, 60))])
     engine.install(last)
@@ -119,6 +122,18 @@ def two_tensors_of_a_module_are_staged() -> bool:
         found.append(digests == {name: own_digest(name, tensor) for name, tensor in new.tensors.items()})
         found.append(snapshot(served.named_parameters(), scheme, 1).digest == new.digest)
     return all(found)
+
+
+@torch.no_grad()
+def touched_modules_are_whole(engine: VllmSampler, snaps: list[Snapshot]) -> bool:
+    """Both shards of a fused layer, of which one changes, and nothing else."""
+    old, up = snaps[0], "model.layers.1.mlp.up_proj."
+    tensors = {name: t.flip(0) if name.startswith(up) else t for name, t in old.tensors.items()}
+    new = Snapshot(tensors, 1, old.scheme, tensor_digest(tensors))
+    engine.install(old)
+    found = engine._on_model(partial(touched, version=delta.open_delta(delta.encode(old, new))))
+    fused = [name for name in tensors if name.startswith((up, up.replace("up", "gate")))]
+    return sorted(found) == sorted(fused) and all(torch.equal(found[name], tensors[name]) for name in found)
 
 
 @torch.no_grad()
@@ -171,6 +186,7 @@ def main() -> None:
     plain.install(snapshot(policies[version].named_parameters(), plain.scheme, version))
     deltas = deltas_leave_what_a_whole_version_does(engine, policies[version], snaps[version], amax)
     staged = two_tensors_of_a_module_are_staged() and heads_multiply_alike(engine)
+    staged = staged and touched_modules_are_whole(engine, snaps)
     kl = torch.cat([torch.tensor(r.logprobs) - plain.score(r) for r in rollouts])
     print(
         json.dumps(

@@ -276,10 +276,20 @@ def test_heads_biases_and_prefix_cache_after_reloads(config, scheme):
 
 @pytest.mark.slow
 def test_vllm_kernels_read_the_same_published_bytes():
-    """`arithmetic=kernel` hands the bytes to vLLM's own compressed-tensors method; on a CPU only the loading counts."""
-    pool = engine("fp8", sampler_max_model_len=32, sampler_arithmetic="kernel")
-    for version, shift in enumerate((0.0, 0.01, 0.0)):
-        snap = snapshot(learner(shift).named_parameters(), pool.scheme, version)
-        assert pool.install(snap).digest == snap.digest
-    assert len(pool.generate(requests(), SAMPLING, version=2)) == 128
+    """`arithmetic=kernel` hands the bytes to vLLM's own compressed-tensors method; on a CPU only the loading counts.
+
+    Of the last version, a delta to one shard of a fused layer, only that layer is loaded.
+    """
+    pool = engine("fp8", sampler_max_model_len=32, sampler_arithmetic="kernel", sampler_whole_every=4)
+    policy = learner(0.01)
+    changed = learner(0.01)
+    with torch.no_grad():
+        changed.get_parameter("model.layers.0.mlp.up_proj.weight")[3:5] *= -1
+    for version, each in enumerate((learner(), policy, changed)):
+        snap = snapshot(each.named_parameters(), pool.scheme, version)
+        report = pool.install(snap)
+        assert report.digest == snap.digest
+        assert len(pool.generate(requests(), SAMPLING, version)) == 128
+    assert pool.proof == {"sync/proven_samplers": 1.0}
+    assert report.shipped_bytes < 0.1 * snap.nbytes
     pool.close()

@@ -62,16 +62,25 @@ def test_ranks_that_hold_their_parts_hold_the_version(snap):
     assert differing_parts(snap, held(snap, 4)) == []
 
 
-def test_one_wrong_byte_and_a_row_that_nobody_holds_are_noticed(snap):
+def test_one_wrong_byte_is_noticed(snap):
     from samplers.sharded import differing_parts
 
     ranks = held(snap, 4)
     name = "model.layers.0.self_attn.k_proj.weight_scale"
     ranks[3][name] = replace(ranks[3][name], digest=ranks[0][name].digest)
     assert differing_parts(snap, ranks) == [f"{name} of rank 3"]
-    ranks = held(snap, 4)
-    ranks[3]["model.embed_tokens.weight"] = ranks[2]["model.embed_tokens.weight"]
-    assert differing_parts(snap, ranks) == ["model.embed_tokens.weight as a whole"]
+
+
+def test_a_vocabulary_with_rows_that_nobody_holds_does_not_fit(snap):
+    from samplers.sharded import _fits
+
+    name = "model.embed_tokens.weight"
+    ranks = [rank[name] for rank in held(snap, 4)]
+    assert _fits(snap, name, ranks)
+    assert not _fits(snap, name, [ranks[0], ranks[0], ranks[2], ranks[3]])
+    assert not _fits(snap, name, ranks[:3])
+    nothing = replace(ranks[3], first=60, spec=replace(ranks[3].spec, shape=(0, COLUMNS)))
+    assert _fits(snap, name, [*ranks, nothing]), "a rank that has only rows that pad"
 
 
 @pytest.mark.parametrize(
