@@ -136,15 +136,15 @@ def _patched(model: torch.nn.Module, slot: Slot, patch: Patch) -> list[Write | S
     """
     stored, where = slot.stored, patch.where
     derives = slot.shards > 1 or isinstance(getattr(slot.module, "quant_method", None), EmulatedLinearMethod)
-    if where is None or derives or stored.device.type != "cpu" or not stored.is_contiguous():
+    if where is None or where.size * SPARSE > stored.numel():
+        return None
+    if derives or stored.device.type != "cpu" or not stored.is_contiguous():
         return None
     found, places = head_of(model), None
-    if found is not None and slot.module.weight is found.weight:
+    if found is not None and slot.leaf == "weight" and slot.module.weight is found.weight:
         places = found.cpu_linear.places(where) if isinstance(found.cpu_linear, PackedProduct) else None
         if places is None:
             return None
-    if where.size * SPARSE > stored.numel():
-        return None
     old = stored.view(-1)[torch.from_numpy(where)]
     wire = old.to(slot.dtype, copy=True)
     flat_integers(wire)[:] += patch.values

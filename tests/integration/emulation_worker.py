@@ -89,7 +89,7 @@ def deltas_leave_what_a_whole_version_does(engine: VllmSampler, policy: Any, bas
                 parameter[[3, 40, 70], :20] = changed
             else:
                 parameter.copy_(changed)
-        now = snapshot(policy.named_parameters(), base.scheme, version, amax)
+        now = snapshot(policy.named_parameters(), base.scheme, version, {n: a + version for n, a in amax.items()})
         engine.commit(engine.stage(delta.open_delta(delta.encode(last, now))))
         last = now
 
