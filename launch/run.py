@@ -92,7 +92,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--script", type=Path, default=Path("launch/grpo_fp8.py"), help="default: %(default)s")
     parser.add_argument("--config", type=Path, default=Path("configs/grpo_fp8.yaml"), help="default: %(default)s")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="passed to the launch script as they are")
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(f"unknown flag {unknown[0]}; what is meant for the launch script goes after --")
     for name in ("script", "config"):
         path = getattr(args, name)
         if not (ROOT / path).is_file():

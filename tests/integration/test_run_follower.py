@@ -19,7 +19,7 @@ from rich.console import Console
 from launch import local_ray
 from launch.follow import Followed, follow
 from launch.local_ray import Ray, local_or_running_ray
-from launch.run import ROOT, package_problem
+from launch.run import ROOT, main, package_problem
 
 # As `ray job submit` prints it to a pipe (Ray 2.60).
 BEFORE = """\
@@ -54,6 +54,20 @@ def test_lines_of_the_job_pass_unchanged_and_those_of_ray_do_not(capsys):
     assert shown == lines
     assert seen.job_spoke
     assert seen.after[-1] == "the log again"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--seed", "1"], "unknown flag --seed; what is meant for the launch script goes after --"),
+        (["--config", "none.yaml"], "--config none.yaml: no such file"),
+    ],
+)
+def test_bad_flags_end_with_one_line_before_anything_starts(flags, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(flags)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_step_line_becomes_a_plain_line_when_there_is_no_terminal(capsys):
