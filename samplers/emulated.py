@@ -122,12 +122,25 @@ class EmulatedLinearMethod(LinearMethodBase):
         for name, tensor in self.derive(layer, dict(layer.named_parameters())).items():
             replace_parameter(layer, name, tensor, prefer_copy=True)
 
-    def derive(self, layer: torch.nn.Module, params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What `apply` reads, from a layer's wire tensors: its own, or those of its next version."""
+    def derive(
+        self, layer: torch.nn.Module, params: dict[str, torch.Tensor], rows: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """What `apply` reads, from a layer's wire tensors: its own, or those of its next version.
+
+        Args:
+            layer: the layer.
+            params: its wire tensors.
+            rows: the rows of the weight to derive, ascending; None derives all.
+        """
+        widths: list[int] = layer.logical_widths  # type: ignore[assignment]
+        if rows is not None:
+            params = {n: p if n in self.per_shard else p[rows] for n, p in params.items() if n not in DERIVED}
+            ends = torch.searchsorted(rows, torch.tensor(widths).cumsum(0))
+            widths = ends.diff(prepend=torch.zeros(1, dtype=ends.dtype)).tolist()
         if self.scheme.weights is None:
             derived = {COMPUTE_WEIGHT: params["weight"].to(self.compute_dtype)}
         else:
-            derived = {COMPUTE_WEIGHT: self._dequantize(params, layer.logical_widths, self.scheme.weights)}  # type: ignore[arg-type]
+            derived = {COMPUTE_WEIGHT: self._dequantize(params, widths, self.scheme.weights)}
         if self.scheme.static:
             # Fused shards read one input; were their scales to differ, the one that covers all would be right.
             name = self._input_scale_name()

@@ -15,7 +15,7 @@ from rlq.delta import Delta, Patch, flat_integers
 from rlq.delta_codec import differing
 from rlq.publish import Snapshot, own_digest
 
-from .emulated import EmulatedLinearMethod
+from .emulated import COMPUTE_WEIGHT, EmulatedLinearMethod
 from .head import PackedProduct, Product, head_of, new_product
 from .storage import Slot, is_padded, slots
 
@@ -114,11 +114,35 @@ def _writes(module: torch.nn.Module, image: dict[str, torch.Tensor], whole: bool
     """What turns a module's parameters, and what it derives from them, into those of the image."""
     parameters = dict(module.named_parameters(recurse=False))
     method = getattr(module, "quant_method", None)
-    if isinstance(method, EmulatedLinearMethod):
-        image |= method.derive(module, parameters | image)
-    return [
+    writes = [
         Write(parameters[leaf], new) if whole else _difference(parameters[leaf], new) for leaf, new in image.items()
     ]
+    if not isinstance(method, EmulatedLinearMethod):
+        return writes
+    rows = None if whole else _changed_rows(method, dict(zip(image, writes, strict=True)), parameters)
+    if rows is not None and not len(rows):
+        return writes
+    for leaf, new in method.derive(module, parameters | image, rows).items():
+        if whole:
+            writes.append(Write(parameters[leaf], new))
+        else:
+            writes.append(_difference(parameters[leaf], new, rows if leaf == COMPUTE_WEIGHT else None))
+    return writes
+
+
+def _changed_rows(
+    method: EmulatedLinearMethod, writes: dict[str, Write | Steps], parameters: dict[str, torch.nn.Parameter]
+) -> torch.Tensor | None:
+    """Rows whose derived values may change, ascending; None if those are many, or all."""
+    found = [np.empty(0, np.int64)]
+    for leaf, write in writes.items():
+        if leaf == "bias":
+            continue
+        if leaf in method.per_shard or isinstance(write, Write):
+            return None
+        found.append(write.where // (parameters[leaf].numel() // len(parameters[leaf])))
+    rows = np.unique(np.concatenate(found))
+    return torch.from_numpy(rows) if 2 * rows.size < len(parameters[COMPUTE_WEIGHT]) else None
 
 
 def _repacked(model: torch.nn.Module, module: torch.nn.Module, image: dict[str, torch.Tensor]) -> list[Repacked]:
@@ -155,8 +179,13 @@ def _patched(model: torch.nn.Module, slot: Slot, patch: Patch) -> list[Write | S
     return writes
 
 
-def _difference(parameter: torch.nn.Parameter, new: torch.Tensor) -> Write | Steps:
+def _difference(parameter: torch.nn.Parameter, new: torch.Tensor, rows: torch.Tensor | None = None) -> Write | Steps:
+    """What turns a parameter, or some rows of it, into `new`."""
     old = parameter.data
+    if rows is not None:
+        where, steps = differing(flat_integers(old[rows]), flat_integers(new))
+        row, column = np.divmod(where, old.shape[1])
+        return Steps(flat_integers(old), rows.numpy()[row] * old.shape[1] + column, steps.copy())
     if old.device.type != "cpu" or not (old.is_contiguous() and new.is_contiguous()):
         return Write(parameter, new)
     integers = flat_integers(old)
