@@ -38,6 +38,8 @@ from samplers.options import SamplerConfig
 from samplers.pool import SamplerPool
 
 ROUNDS = 5
+PAIRS = 20
+"""Whole versions of either scheme in turns: their ratio is close to its goal."""
 RECORDING = "smollm2-1e-6"
 PROMPT = Request(tuple(range(20, 40)), num_samples=1, seed=0)
 SAMPLING = Sampling(temperature=1.0, max_tokens=2, stop_token_ids=(2,))
@@ -179,7 +181,7 @@ def main() -> None:
     for side in sides.values():
         side.sync(steps[0], 1)
     whole: dict[str, list[dict]] = {scheme: [] for scheme in sides}
-    for round_ in range(ROUNDS + 1):
+    for round_ in range(PAIRS + 1):
         for scheme, side in sides.items():
             whole[scheme].append(side.sync(steps[round_ % 2], 1))
     sides.pop("bf16").pool.close()
