@@ -26,7 +26,7 @@ class Rates:
     stage: float
     """Wire bytes that a sampler fetches and dequantizes, while it serves, when a version arrives whole."""
     patch: float
-    """Wire bytes that a sampler brings up to date, while it serves, when a delta arrives; it dequantizes rows that change."""
+    """Wire bytes that a sampler brings up to date, while it serves, when a delta arrives."""
     network: float
     """Bytes into or out of a node."""
 
