@@ -132,7 +132,6 @@ class VllmSampler:
         # Calls to several processes must not cross; in one process reading back runs beside requests.
         self._alone = Lock() if self._shards else nullcontext()
         self._reserve = False  # memory of versions that were replaced; the next whole one needs as much
-        self.llm.apply_model(return_free_memory)
 
     def _on_model(self, function):
         return self.llm.apply_model(function)[0]
@@ -176,14 +175,10 @@ class VllmSampler:
         if isinstance(version, Snapshot):
             if self._shards is None:
                 check_specs(version.specs, self.specs)
-            self._reserve = True
             check_finite({n: t for n, t in version.tensors.items() if t.dtype in (torch.bfloat16, torch.float32)})
             number, digest, scheme = version.version, version.digest, version.scheme
         else:
             version.check_base(self.version, self._digest)
-            if self._reserve:
-                self._reserve = False
-                self.llm.apply_model(return_free_memory)
             number, digest, scheme = version.info.version, version.info.digest, version.info.scheme
         if scheme != self.scheme:
             raise SnapshotError(
@@ -191,15 +186,19 @@ class VllmSampler:
             )
         staged = Staged(number, digest, len(self.specs), self._commits)
         if self._shards is not None:
-            whole = version if isinstance(version, Snapshot) else version.apply(self._shards.served())
-            return replace(staged, ticket=self._shards.stage(whole))
+            snap = version if isinstance(version, Snapshot) else version.apply(self._shards.served())
+            return replace(staged, ticket=self._shards.stage(snap))
         if not self._in_place:
-            snap = isinstance(version, Snapshot)
-            tensors = version.tensors if snap else self._on_model(functools.partial(storage.touched, version=version))
-            return replace(staged, tensors=tensors)
+            if isinstance(version, Snapshot):
+                return replace(staged, tensors=version.tensors)
+            return replace(staged, tensors=self._on_model(functools.partial(storage.touched, version=version)))
         steps = self._on_model(functools.partial(prepare, version=version))
         if not self._ahead:
             return replace(staged, steps=steps)
+        whole = isinstance(version, Snapshot)
+        if self._reserve and not whole:
+            return_free_memory()
+        self._reserve = whole
         steps = list(steps)
         own = dict(self._own)
         for _, digests in steps:
@@ -377,7 +376,7 @@ def _method_config(scheme: Scheme, options: EngineOptions) -> dict:
 
 
 def return_free_memory(_: Any = None) -> None:
-    """Have glibc give the system what it keeps of freed memory: loading a model leaves as much as its weights take."""
+    """Have glibc give the system what it keeps of freed memory: whole versions leave more than the weights take."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
