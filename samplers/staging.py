@@ -90,10 +90,9 @@ def prepare(model: torch.nn.Module, version: Snapshot | Delta) -> Iterator[Step]
         slot = known[name]
         key = id(slot.module)
         missing[key] -= 1
-        patch = change if isinstance(change, Patch) else None
-        patched = _patched(model, slot, patch) if patch is not None else None
+        patched = _patched(model, name, slot, change) if isinstance(change, Patch) else None
         if patched is not None:
-            yield patched, {name: slot.own_digest(name, patch)}
+            yield patched
         else:
             fresh = change.apply_to(slot.read()) if isinstance(change, Patch) else change
             digests.setdefault(key, {})[name] = own_digest(name, fresh)
@@ -114,20 +113,17 @@ def _writes(module: torch.nn.Module, image: dict[str, torch.Tensor], whole: bool
     """What turns a module's parameters, and what it derives from them, into those of the image."""
     parameters = dict(module.named_parameters(recurse=False))
     method = getattr(module, "quant_method", None)
-    writes = [
-        Write(parameters[leaf], new) if whole else _difference(parameters[leaf], new) for leaf, new in image.items()
-    ]
+    change = Write if whole else _difference
+    writes = [change(parameters[leaf], new) for leaf, new in image.items()]
     if not isinstance(method, EmulatedLinearMethod):
         return writes
     rows = None if whole else _changed_rows(method, dict(zip(image, writes, strict=True)), parameters)
     if rows is not None and not len(rows):
         return writes
-    for leaf, new in method.derive(module, parameters | image, rows).items():
-        if whole:
-            writes.append(Write(parameters[leaf], new))
-        else:
-            writes.append(_difference(parameters[leaf], new, rows if leaf == COMPUTE_WEIGHT else None))
-    return writes
+    derived = method.derive(module, parameters | image, rows)
+    if rows is not None:
+        return [*writes, _difference(parameters[COMPUTE_WEIGHT], derived[COMPUTE_WEIGHT], rows)]
+    return [*writes, *(change(parameters[leaf], new) for leaf, new in derived.items())]
 
 
 def _changed_rows(
@@ -153,15 +149,15 @@ def _repacked(model: torch.nn.Module, module: torch.nn.Module, image: dict[str, 
     return [Repacked(found, new_product(found, image["weight"]))]
 
 
-def _patched(model: torch.nn.Module, slot: Slot, patch: Patch) -> list[Write | Steps | Repacked] | None:
-    """What to write for few changes to embeddings or the like, without a second copy of them.
+def _patched(model: torch.nn.Module, name: str, slot: Slot, patch: Patch) -> Step | None:
+    """What `prepare` yields for few changes to embeddings or the like, without a second copy of them.
 
     None if much changes, if values are derived from the tensor, or if it does not lie in this memory as published.
     """
     stored, where = slot.stored, patch.where
-    derives = slot.shards > 1 or isinstance(getattr(slot.module, "quant_method", None), EmulatedLinearMethod)
     if where is None or where.size * SPARSE > stored.numel():
         return None
+    derives = slot.shards > 1 or isinstance(getattr(slot.module, "quant_method", None), EmulatedLinearMethod)
     if derives or stored.device.type != "cpu" or not stored.is_contiguous():
         return None
     found, places = head_of(model), None
@@ -176,7 +172,7 @@ def _patched(model: torch.nn.Module, slot: Slot, patch: Patch) -> list[Write | S
     writes: list[Write | Steps | Repacked] = [Steps(flat_integers(stored), where, steps)]
     if found is not None and places is not None:
         writes.append(Steps(found.cpu_linear.integers, places, steps))
-    return writes
+    return writes, {name: slot.own_digest(name, patch)}
 
 
 def _difference(parameter: torch.nn.Parameter, new: torch.Tensor, rows: torch.Tensor | None = None) -> Write | Steps:
