@@ -21,7 +21,7 @@ from common import interleave, report, row
 
 from rlq.interop import quantization_config
 from rlq.linear import emulated_linear
-from rlq.quantize import quantize, requantize_
+from rlq.quantize import quantize
 from rlq.schemes import Scheme, TensorScheme
 
 ROUNDS = 7
@@ -34,7 +34,6 @@ GOALS = {
     "nvfp4": (8, 15),
 }
 THEIRS = {"fp8.channel": 15, "fp8.block128x128": 15, "int8.channel": 15, "mxfp4": 15, "nvfp4": 40}
-INCREMENTAL = {"fp8.channel": 1.5, "nvfp4": 3.0}
 LINEAR = {"fp8": 1.2, "nvfp4": 1.4, "int8": None, "mxfp4": None}
 MEMORY_GOAL = 16 << 20
 
@@ -105,26 +104,6 @@ def against_compressed_tensors() -> list[dict]:
     return rows
 
 
-def incremental() -> list[dict]:
-    old = weight((4096, 4096))
-    new = torch.where(torch.rand(old.shape) < 0.01, (old.float() * 1.01).to(torch.bfloat16), old)
-    rows = []
-    for name, goal in INCREMENTAL.items():
-        versions, q = [old, new], quantize(old, name)
-
-        def step(q=q, versions=versions) -> None:
-            requantize_(q, *versions)
-            versions.reverse()
-
-        full = timed(lambda name=name: quantize(new, name))
-        found = interleave({"full": full, "incremental": timed(step)}, ROUNDS)
-        expected = quantize(versions[0], name)
-        assert torch.equal(q.codes.view(torch.uint8), expected.codes.view(torch.uint8))
-        ratio = found["full"] / found["incremental"]
-        rows.append(row(f"{name}: full over incremental, 1% changed", ratio, f">= {goal}", ratio >= goal))
-    return rows
-
-
 def linear() -> list[dict]:
     x, w = torch.randn(64, 576), torch.randn(1536, 576)
     rows = []
@@ -177,7 +156,7 @@ def main() -> None:
         print(peak_beyond_result(sys.argv[1]))
         return
     rows = against_memcpy((4096, 4096), 0) + against_memcpy((576, 1536), 1)
-    report("quantize", rows + against_compressed_tensors() + incremental() + linear() + memory())
+    report("quantize", rows + against_compressed_tensors() + linear() + memory())
 
 
 if __name__ == "__main__":

@@ -265,7 +265,7 @@ def wandb_mode() -> tuple[str, str]:
         return mode, "from WANDB_MODE"
     if os.environ.get("WANDB_API_KEY"):
         return "online", "key in WANDB_API_KEY"
-    if any("wandb" in host or "forge" in host for host in _netrc_hosts()):
+    if any("wandb" in host for host in _netrc_hosts()):
         return "online", "key in netrc"
     return "offline", "no key found; `wandb login` goes online, `wandb sync` uploads later"
 

@@ -19,7 +19,6 @@ from .reduce import DistributedReducer, Reducer
 from .registry import register_correction
 from .rules import RejectRule
 from .shadow import ShadowEstimate, shadow, shadow_metrics
-from .support import check_support
 
 __all__ = [
     "DEFAULT_RULES",
@@ -47,7 +46,6 @@ __all__ = [
     "WorstToken",
     "bias_audit",
     "breakdown",
-    "check_support",
     "correct",
     "correct_all",
     "gap_attribution",

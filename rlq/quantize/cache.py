@@ -19,7 +19,6 @@ SOURCES = (
     "kernels.py",
     "codes.py",
     "simd.py",
-    "changed.py",
     "reference.py",
     "../formats.py",
     "../delta_kernels.py",

@@ -162,21 +162,3 @@ def encode_runs(typingctx, row, following, tile, scales, inverses, how, codes, e
 
     whole = types.intp
     return types.void(row, row, whole, scales, scales, whole, codes, whole), generate
-
-
-@intrinsic
-def encode_listed(typingctx, row, starts, tiles, count, scales, inverses, how, codes, element):
-    """`encode_runs` for the first `count` of the runs that begin at `starts`, with the scales of `tiles`; both intp."""
-
-    def generate(context, builder, signature, args):
-        encoder = _Encoder(context, builder, (signature.args[0], *signature.args[4:]), (args[0], *args[4:]))
-        for case in encoder.cases():
-            with cgutils.for_range(builder, args[3]) as loop:
-                start, tile = (
-                    builder.load(pointer_to(context, builder, signature.args[n], args[n], loop.index)) for n in (1, 2)
-                )
-                encoder.run(start, encoder.scale(tile), *case)
-        return context.get_dummy_value()
-
-    whole = types.intp
-    return types.void(row, starts, starts, whole, scales, scales, whole, codes, whole), generate

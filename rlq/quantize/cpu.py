@@ -105,13 +105,6 @@ def encode(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None) ->
     )
 
 
-def encode_into(q: QuantizedTensor, x: torch.Tensor) -> None:
-    """Overwrite `q` with `encode(x)`, for a scheme without a scale that spans the tensor."""
-    rows = reference.as_rows(x.detach())
-    plan = _plan(q.scheme, *rows.shape)
-    _encode_rows(rows, plan, None, *_arrays(q, plan))
-
-
 def _encode_rows(
     rows: torch.Tensor, plan: _Plan, given: torch.Tensor | None, codes: np.ndarray, scale: np.ndarray
 ) -> None:
@@ -125,13 +118,6 @@ def _encode_rows(
     _in_threads(work, rows, plan.tile_rows)
     if plan.rule == kernels.WHOLE:
         scale[:] = whole
-
-
-def _arrays(q: QuantizedTensor, plan: _Plan) -> tuple[np.ndarray, np.ndarray]:
-    """Codes (rows, bytes) and stored scales of `q`, as the kernels write them."""
-    scale = q.scale.view(plan.scale_shape)
-    codes = q.codes.view(-1, q.codes.shape[-1]).view(torch.uint8)
-    return codes.numpy(), (scale.view(torch.uint8) if plan.in_bytes else scale).numpy()
 
 
 def decode(q: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -213,37 +199,3 @@ def _in_threads(work: Callable[[int, int], None], rows: torch.Tensor, multiple: 
     with ThreadPoolExecutor(threads) as pool:
         for future in [pool.submit(work, *bounds) for bounds in ranges]:
             future.result()
-
-
-def can_update(scheme: TensorScheme, old: torch.Tensor, new: torch.Tensor) -> bool:
-    """True if `update` takes these: a scale that spans the tensor, plain layouts, columns of whole runs and tiles."""
-    whole = RUN if scheme.granularity == "tensor" else scheme.tile(1, new.shape[-1])[1]
-    fits = new.numel() > 0 and new.shape[-1] % whole == 0
-    return reference.spans_tensor(scheme) and fits and _is_direct(old) and _is_direct(new)
-
-
-def update(q: QuantizedTensor, old: torch.Tensor, new: torch.Tensor) -> tuple[float, float]:
-    """Encode again, in place, what differs; the scale that spans the tensor stays as it is.
-
-    Returns:
-        Largest magnitude in the changed parts before and after; infinite or NaN where something is not finite.
-    """
-    from . import changed
-
-    before, after = (reference.as_rows(x.detach()) for x in (old, new))
-    plan = _plan(q.scheme, *after.shape)
-    part_before, part_after = _parts(before), _parts(after)
-    codes, scale = _arrays(q, plan)
-    given = q.scale if q.global_scale is None else q.global_scale
-    whole = given.item()
-    tops: list[tuple[int, int]] = []
-
-    def work(top: int, bottom: int) -> None:
-        versions = part_after(top, bottom), part_before(top, bottom)
-        stored = plan.strips(scale, top, bottom)[1]
-        top_old, top_new = changed.update(*versions, *plan.constants, whole, stored, codes[top:bottom])
-        tops.append((int(top_old), int(top_new)))
-
-    _in_threads(work, after, 1)
-    top_old, top_new = (np.array([max(side)], np.int32).view(np.float32).item() for side in zip(*tops, strict=True))
-    return top_old, top_new

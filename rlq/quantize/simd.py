@@ -229,19 +229,6 @@ def runs_top(typingctx, row, start, stop):
 
 
 @intrinsic
-def listed_top(typingctx, row, starts, first, last):
-    """`runs_top` of the runs that begin at starts[first:last], intp."""
-
-    def generate(context, builder, signature, args):
-        top = _Top(context, builder, signature.args[0], args[0])
-        with cgutils.for_range_slice(builder, args[2], args[3], args[2].type(1)) as (n, _):
-            top.raise_by(builder.load(pointer_to(context, builder, signature.args[1], args[1], n)))
-        return top.bits()
-
-    return types.int32(row, starts, types.intp, types.intp), generate
-
-
-@intrinsic
 def run_differs(typingctx, row, other, index):
     """True if row[index : index + RUN] and the same run of `other` differ in any bit."""
 
