@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import report, row
 from rich.console import Console
 from rich.table import Table
+from support.common import report, row
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rlq.bridge import Correction, Rollouts, correct, read_rollouts, write_rollouts
-from rlq.bridge.histogram import histogram
+from rlq.bridge.metrics.histogram import histogram
 from rlq.bridge.replay import replay
-from rlq.bridge.toy import GAPS, gradient_bias
+from tests.support.enumerable import GAPS, gradient_bias
 
 CONSOLE = Console()
 TEN = (

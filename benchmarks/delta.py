@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bf16_deltas import flat, gaps_and_zstd, ideal, others
-from common import interleave, report, row, seconds
 from record_steps import FOLDER, RECORDINGS, checkpoints, record, timings
 from safetensors.torch import load_file
+from support.bf16_deltas import flat, gaps_and_zstd, ideal, others
+from support.common import interleave, report, row, seconds
 
-from rlq import delta
-from rlq.publish import Snapshot, snapshot, tensor_digest
-from rlq.quantize.model import quantize_weights
-from rlq.schemes import Scheme
+from rlq.formats.schemes import Scheme
+from rlq.publish import delta
+from rlq.publish.make import Snapshot, snapshot, tensor_digest
+from rlq.weights.quantize import quantize_weights
 
 GOALS = {"fp8": 6, "int8": 12, "nvfp4": 30}
 WHOLE_GOAL = 300

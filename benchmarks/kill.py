@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import psutil
-from common import ROOT, report, row
+from support.common import ROOT, report, row
 
 SAME = ("step", "loss", "reward", "reward_std", "num_tokens", "completions/mean_length", "rlq/sampler_kl_k3")
 

@@ -24,18 +24,19 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from common import ROOT, report, row, seconds
 from record_steps import FOLDER
 from safetensors.torch import load_file
+from support.common import ROOT, report, row, seconds
 
-from rlq import delta, scaling
-from rlq.publish import Snapshot, snapshot
-from rlq.scaling import Rates
-from rlq.schemes import Scheme
+from rlq.formats.schemes import Scheme
+from rlq.plan import publishing as scaling
+from rlq.plan.publishing import Rates
+from rlq.publish import delta
+from rlq.publish.make import Snapshot, snapshot
 from rlq.types import Request, Sampling
-from samplers.engine import return_free_memory
 from samplers.options import SamplerConfig
-from samplers.pool import SamplerPool
+from samplers.pool.pool import SamplerPool
+from samplers.vllm.engine import return_free_memory
 
 ROUNDS = 5
 PAIRS = 20
@@ -115,7 +116,7 @@ def encoding(steps: list[dict[str, torch.Tensor]], scheme: Scheme) -> float:
 
 
 def rates(whole: list[dict], deltas: list[dict], encode_s: float, params: int) -> Rates:
-    """What `rlq.scaling` needs, from one model's publishes and two loops over 64 MB."""
+    """What `rlq.plan.publishing` needs, from one model's publishes and two loops over 64 MB."""
     block = np.random.default_rng(0).integers(0, 256, 64 << 20, np.uint8)
     digest = block.nbytes / seconds(lambda: hashlib.sha256(block.data).digest())
     copy = block.nbytes / seconds(lambda: np.copyto(np.empty_like(block), block))

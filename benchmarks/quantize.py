@@ -17,12 +17,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import interleave, report, row
+from support.common import interleave, report, row
 
-from rlq.interop import quantization_config
-from rlq.linear import emulated_linear
+from rlq.emulate.linear import emulated_linear
+from rlq.formats.schemes import Scheme, TensorScheme
 from rlq.quantize import quantize
-from rlq.schemes import Scheme, TensorScheme
+from rlq.weights.compressed_tensors import quantization_config
 
 ROUNDS = 7
 # Goal for the whole tensor over a bf16 memcpy of it: 4096 x 4096, and 576 x 1536.

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import ROOT
+from support.common import ROOT
 
 CONFIG = ROOT / "configs/grpo_fp8.yaml"
 FIRST_NUMBER = re.compile(r"-?\d+")
@@ -93,7 +93,7 @@ def record(directory: Path) -> None:
 def save_model(directory: Path) -> None:
     """Write the packaged model as a bf16 checkpoint, and the sums that it is trained on."""
     import torch
-    from smollm2 import load
+    from support.smollm2 import load
 
     model, tokenizer = load()
     rng = random.Random(0)
@@ -125,8 +125,8 @@ def _run(directory: Path, name: str) -> None:
     from transformers import AutoConfig, TrainerCallback
 
     from launch.grpo import prepare
-    from rlq.checkpoint import bf16_checkpoint
-    from samplers.pool import SamplerPool
+    from rlq.weights.canonical import bf16_checkpoint
+    from samplers.pool.pool import SamplerPool
     from trainers.learner import build_trainer
     from trainers.tracking import records
 

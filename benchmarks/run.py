@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-from common import RESULTS, ROOT
+from support.common import RESULTS, ROOT
 
 BENCHMARKS = {
     "bridge": "bridge.py",

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, report, row
+from support.common import ROOT, report, row
 
 from trainers.tracking.curves import plot_curves
 

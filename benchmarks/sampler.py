@@ -10,16 +10,17 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 
 import ray
 import torch
-from common import MODEL, interleave, report, row
+from support.common import MODEL, interleave, report, row
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlq.publish import snapshot
-from rlq.schemes import Scheme
+from rlq.formats.schemes import Scheme
+from rlq.publish.make import snapshot
 from rlq.types import Request, Sampling
-from samplers import engine, storage
 from samplers.options import SamplerConfig
-from samplers.pool import SamplerPool
-from samplers.reference import TransformersSampler
+from samplers.pool.pool import SamplerPool
+from samplers.testing.reference import TransformersSampler
+from samplers.vllm import engine
+from samplers.vllm import slots as storage
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=24, stop_token_ids=())
 ROUNDS = 15

@@ -11,8 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import ROOT, report, row
 from record_steps import FOLDER, MODEL, save_model
+from support.common import ROOT, report, row
 
 COMPLETIONS, TOKENS, STEPS = 64, 128, 3
 SYNC = ("rlq/sync/quantize_s", "rlq/sync/ship_s", "rlq/sync/install_s")

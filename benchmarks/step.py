@@ -110,7 +110,7 @@ def child(side: str, kind: str, model: str, directory: str) -> None:
         import ray
 
         from samplers.options import SamplerConfig
-        from samplers.pool import SamplerPool
+        from samplers.pool.pool import SamplerPool
 
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
         config = SamplerConfig(num_samplers=samplers, sampler_max_model_len=LENGTHS[kind] + 16)
@@ -134,7 +134,7 @@ def pin(pid: int, core: int) -> None:
 def measure(kind: str, sides: Iterable[str]) -> dict[str, float]:
     """Median seconds per step and mean completion length of every side."""
     with tempfile.TemporaryDirectory() as directory:
-        from common import MODEL
+        from support.common import MODEL
 
         model = str(MODEL) if kind == "fixed" else directory
         if kind != "fixed":
@@ -175,7 +175,7 @@ def _read(side: str, process, word: str) -> str:
 
 
 def main() -> None:
-    from common import report, row
+    from support.common import report, row
 
     rows = []
     for kind, goal in (("fixed", 1.0), ("long_tail", 1.3)):
@@ -196,7 +196,7 @@ def main() -> None:
 
 def overlap() -> None:
     """What sampling ahead gives when learner and sampler have a core each."""
-    from common import report, row
+    from support.common import report, row
 
     rows = []
     for kind, goal in (("fixed", None), ("long_tail", 1.25)):

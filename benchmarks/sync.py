@@ -10,12 +10,12 @@ from typing import Any
 
 import ray
 import torch
-from common import MODEL, report, row, seconds
+from support.common import MODEL, report, row, seconds
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlq.publish import snapshot
+from rlq.publish.make import snapshot
 from samplers.options import SamplerConfig
-from samplers.pool import SamplerPool
+from samplers.pool.pool import SamplerPool
 
 PUBLISHES = 200
 

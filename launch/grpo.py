@@ -63,7 +63,7 @@ def learn(plan, sampler_config, *, is_main: bool = True) -> None:
     """Train on this rank; the main one owns the samplers."""
     from transformers import AutoConfig
 
-    from samplers.pool import SamplerPool
+    from samplers.pool.pool import SamplerPool
 
     pool = None
     if is_main:

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from rich.console import Console
 
 from launch.follow import Followed, follow
-from launch.local_ray import Ray, RayUnavailable, environment, interpreter_folder, local_or_running_ray
+from launch.ray_head import Ray, RayUnavailable, environment, interpreter_folder, local_or_running_ray
 
 PACKAGE_LIMIT = 200_000_000
 INTERRUPTED = 130

@@ -9,13 +9,13 @@ from typing import Any
 
 import yaml
 
-from rlq.bridge.options import BridgeConfig
+from rlq.bridge.correction.options import BridgeConfig
 from rlq.errors import ConfigError
 from samplers.options import SamplerConfig
 from trainers.checkpoints import resolve_resume
 from trainers.compat import TrlParser
 from trainers.learner import LearnerPlan, load_rewards
-from trainers.observe import ObserveConfig
+from trainers.observe.observer import ObserveConfig
 from trainers.options import QuantGRPOConfig, RunConfig
 from trainers.tracking import records
 

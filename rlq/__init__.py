@@ -5,8 +5,9 @@
 
 from .bridge import Correction, correct
 from .errors import ConfigError, RlqError, SamplerError, SnapshotError
+from .formats.schemes import Scheme, TensorScheme
+from .publish import delta
 from .quantize import QuantizedTensor, fake_quantize, quantize
-from .schemes import Scheme, TensorScheme
 
 __all__ = [
     "ConfigError",
@@ -18,6 +19,7 @@ __all__ = [
     "SnapshotError",
     "TensorScheme",
     "correct",
+    "delta",
     "fake_quantize",
     "quantize",
 ]

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from .canary import Probe
+from .emulate.probe import Probe
 from .errors import ConfigError, SamplerError
-from .publish import Snapshot
-from .schemes import Scheme
+from .formats.schemes import Scheme
+from .publish.make import Snapshot
 
 
 @dataclass(frozen=True)

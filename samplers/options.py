@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlq.errors import ConfigError
-from rlq.schemes import Scheme
+from rlq.formats.schemes import Scheme
 
 if TYPE_CHECKING:
-    from .transport import Transport
+    from .transport.base import Transport
 
 TRANSPORTS = ("object_store", "shared_memory", "directory", "nccl", "ipc")
 GPU_TRANSPORTS = ("nccl", "ipc")
@@ -202,8 +202,8 @@ class SamplerConfig:
 
     def transport(self, model_config: dict) -> "Transport":
         """The transport that the fields name; `model_config` is the model's `config.json`."""
-        from .transport import Directory, ObjectStore, SharedMemory
-        from .vllm_transfer import VllmTransfer
+        from .transport.base import Directory, ObjectStore, SharedMemory
+        from .transport.gpu import VllmTransfer
 
         if self.sampler_transport in GPU_TRANSPORTS:
             return VllmTransfer(self.sampler_transport)

@@ -11,15 +11,15 @@ from transformers import TrainerCallback
 
 from rlq.bridge import Correction, correct
 from rlq.errors import SamplerError
-from rlq.schemes import Scheme
+from rlq.formats.schemes import Scheme
 from rlq.types import Sampler
 
-from .compact import compact_forward
 from .compat import GRPOTrainer
-from .generation import SamplerGeneration
-from .lookahead import LookAhead
-from .observe import Observer, ScoredBatch
+from .forward.compact import compact_forward
+from .observe.observer import Observer, ScoredBatch
 from .options import QuantGRPOConfig
+from .rollouts.generation import SamplerGeneration
+from .rollouts.lookahead import LookAhead
 
 
 class QuantGRPOTrainer(GRPOTrainer):

@@ -13,15 +13,15 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlq.bridge import Correction
 from rlq.errors import ConfigError, SamplerError
-from rlq.publish import snapshot, write_directory
-from rlq.schemes import Scheme
+from rlq.formats.schemes import Scheme
+from rlq.publish.make import snapshot, write_directory
 from rlq.types import Sampler
 
-from .calibration import calibrate
 from .checkpoints import CheckpointMarker
 from .grpo import QuantGRPOTrainer
-from .observe import ObserveConfig, Observer, RewardTap
+from .observe.observer import ObserveConfig, Observer, RewardTap
 from .options import QuantGRPOConfig, RunConfig
+from .publish.calibration import calibrate
 from .tasks import DATASETS, REWARDS
 from .tracking import curves, records, wandb_run
 from .tracking.callback import RunRecorder, summary_table

@@ -14,7 +14,7 @@ FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parents[1]))
 
 from rlq.bridge import Correction, RejectRule, correct  # noqa: E402 (found through the path set above)
-from rlq.bridge.correction import Denominator  # noqa: E402
+from rlq.bridge.correction.correction import Denominator  # noqa: E402
 
 INK, FAINT, HOT = "#1f5fa8", "#b8c7d9", "#c0392b"
 

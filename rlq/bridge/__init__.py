@@ -4,21 +4,21 @@
 looks at the same tensors: breakdowns, shadow estimators, gap attribution, and a guard that acts on the metrics.
 """
 
-from .audit import BiasAudit, bias_audit
-from .breakdown import BinnedTable, WorstToken, breakdown, log_ratio_histogram, worst_tokens
-from .core import BridgeOutput, correct, correct_all
-from .correction import Correction
+from .correct import BridgeOutput, correct, correct_all
+from .correction.correction import Correction
+from .correction.presets import PRESETS, Preset
+from .correction.registry import register_correction
+from .correction.rules import RejectRule
+from .diagnostics.breakdown import BinnedTable, WorstToken, breakdown, log_ratio_histogram, worst_tokens
+from .diagnostics.gap import GapAttribution, gap_attribution
+from .diagnostics.selection_bias import BiasAudit, bias_audit
+from .diagnostics.shadow import ShadowEstimate, shadow, shadow_metrics
 from .dump import Rollouts, read_rollouts, write_rollouts
-from .gap import GapAttribution, gap_attribution
 from .guard import DEFAULT_RULES, Decision, Guard, GuardRule, RuleState, tightened
-from .histogram import QUANTILE_RESOLUTION
-from .metrics import METRIC_NAMES, BridgeSums
-from .presets import PRESETS, Preset
+from .metrics.histogram import QUANTILE_RESOLUTION
+from .metrics.sums import METRIC_NAMES, BridgeSums
 from .ratio import MAX_LOG_RATIO, LogRatio
 from .reduce import DistributedReducer, Reducer
-from .registry import register_correction
-from .rules import RejectRule
-from .shadow import ShadowEstimate, shadow, shadow_metrics
 
 __all__ = [
     "DEFAULT_RULES",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ..errors import ConfigError
-from .correction import Correction
+from .correction.correction import Correction
 
 Action = Literal["warn", "tighten", "promote_layers", "fallback_bf16", "stop", "recovered"]
 """``warn`` tell the user; ``tighten`` use ``tightened``; ``promote_layers`` publish the worst layers at a higher

@@ -15,13 +15,13 @@ from rich.table import Column, Table
 from torch import Tensor
 from tqdm import tqdm
 
-from ..cli import Outcome
+from ..cli.main import Outcome
 from ..errors import ConfigError
-from .breakdown import log_ratio_histogram
-from .core import BridgeOutput, correct_all
-from .correction import Correction
+from .correct import BridgeOutput, correct_all
+from .correction.correction import Correction
+from .diagnostics.breakdown import log_ratio_histogram
 from .dump import Rollouts, dump_files, read_rollouts
-from .metrics import METRIC_NAMES, BridgeSums
+from .metrics.sums import METRIC_NAMES, BridgeSums
 
 _RAW = ("sampler_kl_k1", "sampler_kl_k3", "logratio_abs_max", "ratio_p01", "ratio_p99", "ess_token", "nonfinite_tokens")
 

@@ -7,7 +7,7 @@ import math
 import torch
 
 from ..errors import ConfigError, SnapshotError
-from ..schemes import TensorScheme
+from ..formats.schemes import TensorScheme
 from . import reference
 from .reference import spans_tensor, tensor_scale
 from .tensor import QuantizedTensor
@@ -119,7 +119,7 @@ def _cpu(x: torch.Tensor):
 def _load_cpu():
     if importlib.util.find_spec("numba") is None:
         return None
-    from . import cpu
+    from .cpu import launch as cpu
 
     return cpu
 
@@ -128,7 +128,7 @@ def _load_cpu():
 def _load_cuda():
     if importlib.util.find_spec("triton") is None:
         return None
-    from . import cuda
+    from .gpu import launch as cuda
 
     return cuda
 

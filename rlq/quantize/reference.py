@@ -22,8 +22,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ..formats import ELEMENTS, Format
-from ..schemes import TensorScheme
+from ..formats.elements import ELEMENTS, Format
+from ..formats.schemes import TensorScheme
 from .tensor import QuantizedTensor, scale_shape
 
 ZERO_TILE_SCALE = torch.finfo(torch.float32).eps

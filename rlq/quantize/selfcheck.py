@@ -4,7 +4,7 @@ from types import ModuleType
 
 import torch
 
-from ..schemes import TensorScheme
+from ..formats.schemes import TensorScheme
 from . import reference
 
 

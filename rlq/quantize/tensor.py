@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import SnapshotError
-from ..schemes import TensorScheme
+from ..formats.schemes import TensorScheme
 
 # Suffixes of a quantized weight's tensors, in wire order; a weight has those that its scheme needs.
 WIRE = ("weight", "weight_packed", "weight_scale", "weight_global_scale", "weight_shape")

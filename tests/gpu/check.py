@@ -30,11 +30,11 @@ if "cpu" in sys.argv:  # read when Triton's kernels are defined
 
 import torch
 
+from rlq.emulate.linear import emulated_linear, quantize_heads
 from rlq.errors import SnapshotError
-from rlq.linear import emulated_linear, quantize_heads
+from rlq.formats.schemes import KV_CACHES, PRESETS, TensorScheme
 from rlq.quantize import quantize, quantize_activations, reference
 from rlq.quantize.selfcheck import hurtful, same
-from rlq.schemes import KV_CACHES, PRESETS, TensorScheme
 
 Row = tuple[str, bool, str]
 INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("triton", "vllm", "ray")}
@@ -56,11 +56,11 @@ def paths(device: str) -> Iterator[tuple[str, ModuleType]]:
     """The implementations that can run on the device, with their names."""
     yield "torch", reference
     if device == "cpu" and importlib.util.find_spec("numba") is not None:
-        from rlq.quantize import cpu
+        from rlq.quantize.cpu import launch as cpu
 
         yield "numba", cpu
     if INSTALLED["triton"]:
-        from rlq.quantize import cuda
+        from rlq.quantize.gpu import launch as cuda
 
         if device == "cpu":
             cuda.PER_PROGRAM = 256  # the interpreter takes a millisecond per program and operation
@@ -189,15 +189,15 @@ def check_scaled_mm(weights: str, activations: str, device: str) -> Row:
 
 def check_vllm(scheme: str) -> Row:
     """Serve a small checkpoint with vLLM alone: the kernels that its layers hold are those of the plan."""
-    from rlq.schemes import Scheme
-    from samplers.hardware import kernel_plan
+    from rlq.formats.schemes import Scheme
+    from samplers.vllm.kernel_plan import kernel_plan
 
     plan = kernel_plan(Scheme.preset(scheme), torch.cuda.get_device_capability())
     title = f"vLLM's kernels, {scheme}"
     with tempfile.TemporaryDirectory() as directory:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         commands = [
-            ["-m", "rlq.cli", "quantize", str(SERVED_CONFIG), f"{directory}/out", "--scheme", scheme],
+            ["-m", "rlq.cli.main", "quantize", str(SERVED_CONFIG), f"{directory}/out", "--scheme", scheme],
             [str(ROOT / "tests/integration/own_loader_worker.py"), f"{directory}/out", "bfloat16"],
         ]
         for command in commands:

@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PATHS = [str(ROOT), str(ROOT / "tests/integration")]
+PATHS = [str(ROOT), str(ROOT / "tests/support")]
 sys.path[:0] = PATHS
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 import ray
 import torch
 
-from samplers.actor import SHIP, SamplerActor
-from samplers.vllm_transfer import VllmTransfer
+from samplers.pool.actor import SHIP, SamplerActor
+from samplers.transport.gpu import VllmTransfer
 
 SIZES = {"cpu": (3 << 20, 1), "cuda": (1 << 30, 777)}
 
@@ -41,7 +41,7 @@ class Sink(SamplerActor):
 
     def digest(self, nbytes: int) -> str:
         """Hash of what arrived."""
-        from samplers.vllm_transfer import RECEIVER  # this process' own: a script's globals travel by value
+        from samplers.transport.gpu import RECEIVER  # this process' own: a script's globals travel by value
 
         return hashlib.sha256(RECEIVER.take(nbytes).data).hexdigest()
 

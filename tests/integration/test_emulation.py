@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rlq.schemes import PRESETS
+from rlq.formats.schemes import PRESETS
 
 ROOT = Path(__file__).parents[2]
-WORKER = Path(__file__).with_name("emulation_worker.py")
+WORKER = ROOT / "tests/support/emulation_worker.py"
 MIXED = {"per_layer": {r"re:.*\.down_proj$": "fp8", r"re:.*\.layers\.0\.mlp\.(gate|up)_proj$": "mxfp4"}}
 CASES = [(name, {}) for name in PRESETS]
 CASES += [("bf16", {"kv_cache": kv_cache}) for kv_cache in ("fp8", "int8", "int4", "int8.tensor")]

@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
-from rlq import delta
 from rlq.errors import ConfigError, SnapshotError
-from rlq.publish import snapshot
-from rlq.schemes import Scheme
+from rlq.formats.schemes import Scheme
+from rlq.publish import delta
+from rlq.publish.make import snapshot
 from rlq.types import Request, Rollout, Sampling
 from samplers.options import SamplerConfig
-from samplers.pool import SamplerPool
-from samplers.reference import TransformersSampler
+from samplers.pool.pool import SamplerPool
+from samplers.testing.reference import TransformersSampler
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

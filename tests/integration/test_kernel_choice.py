@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from rlq.schemes import PRESETS, Scheme
-from samplers.hardware import kernel_plan
+from rlq.formats.schemes import PRESETS, Scheme
+from samplers.vllm.kernel_plan import kernel_plan
 
+ROOT = Path(__file__).parents[2]
 # Not pretended to be installed, so the next kernel of a plan is expected.
 ABSENT = ("Humming", "FlashInferFp8DeepGEMM", "DeepGemm")
 
 
 @pytest.mark.slow
 def test_vllm_chooses_what_the_table_says():
-    worker = Path(__file__).with_name("kernel_choice_worker.py")
+    worker = ROOT / "tests/support/kernel_choice_worker.py"
     done = subprocess.run([sys.executable, worker], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(done.stdout.splitlines()[-1])

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 def test_actors_spread_over_nodes_share_one_copy_each_and_outlive_the_loss_of_one():
-    worker = Path(__file__).with_name("nodes_worker.py")
+    worker = ROOT / "tests/support/nodes_worker.py"
     ran = subprocess.run([sys.executable, str(worker)], capture_output=True, text=True, cwd=ROOT, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert json.loads(ran.stdout.splitlines()[-1]) == {

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlq.publish import read_directory
-from rlq.schemes import Scheme
+from rlq.formats.schemes import Scheme
+from rlq.publish.make import read_directory
 from rlq.types import Rollout
-from samplers.reference import TransformersSampler
+from samplers.testing.reference import TransformersSampler
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "configs/models/sort_digits"
@@ -28,9 +28,10 @@ def test_vllm_alone_serves_what_rlq_writes(scheme, method, kernel, tmp_path):
     0.012 from the unquantized ones (docs/log.md). Weights that were not loaded, or in the wrong place, are nats away.
     """
     subprocess.run(
-        [sys.executable, "-m", "rlq.cli", "quantize", str(MODEL), str(tmp_path / "out"), "--scheme", scheme], check=True
+        [sys.executable, "-m", "rlq.cli.main", "quantize", str(MODEL), str(tmp_path / "out"), "--scheme", scheme],
+        check=True,
     )
-    worker = Path(__file__).with_name("own_loader_worker.py")
+    worker = ROOT / "tests/support/own_loader_worker.py"
     done = subprocess.run(
         [sys.executable, worker, tmp_path / "out"], capture_output=True, text=True, timeout=300, check=False
     )

@@ -70,8 +70,8 @@ def test_entry_points_and_metadata(wheel: Path):
         entry_points.read_string(archive.read("rlq-0.1.0.dist-info/entry_points.txt").decode())
         metadata = Parser().parsestr(archive.read("rlq-0.1.0.dist-info/METADATA").decode())
         assert "rlq-0.1.0.dist-info/licenses/LICENSE" in archive.namelist()
-    assert dict(entry_points["console_scripts"]) == {"rlq": "rlq.cli:main"}
-    assert dict(entry_points["vllm.general_plugins"]) == {"rlq": "samplers.plugin:register"}
+    assert dict(entry_points["console_scripts"]) == {"rlq": "rlq.cli.main:main"}
+    assert dict(entry_points["vllm.general_plugins"]) == {"rlq": "samplers.vllm.plugin:register"}
     assert metadata["Requires-Python"] in {">=3.11,<3.13", "<3.13,>=3.11"}
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata.get_all("Provides-Extra") == ["train", "dev"]
@@ -81,7 +81,7 @@ def test_the_installed_wheel_is_what_gets_imported_elsewhere(site: Path, tmp_pat
     code = "import rlq, samplers, trainers; print(rlq.__file__, samplers.__file__, trainers.__file__)"
     places = _run("-c", code, cwd=tmp_path, PYTHONPATH=str(site)).split()
     assert [Path(place).is_relative_to(site) for place in places] == [True] * 3
-    assert "rlq 0.1.0" in _run("-m", "rlq.cli", "--version", cwd=tmp_path, PYTHONPATH=str(site))
+    assert "rlq 0.1.0" in _run("-m", "rlq.cli.main", "--version", cwd=tmp_path, PYTHONPATH=str(site))
 
 
 def _tests_of_rlq_alone() -> list[Path]:

@@ -11,17 +11,17 @@ import pytest
 import ray
 import torch
 
-from rlq.canary import Probe
+from rlq.emulate.probe import Probe
 from rlq.errors import ConfigError, SamplerError, SnapshotError
-from rlq.publish import Snapshot, snapshot, tensor_digest
-from rlq.schemes import Scheme
+from rlq.formats.schemes import Scheme
+from rlq.publish.make import Snapshot, snapshot, tensor_digest
 from rlq.types import Request, Sampling
-from samplers import pool as pool_module
-from samplers.fleet import FLAPS, REST, check_capacity
 from samplers.options import PoolOptions, SamplerConfig
-from samplers.pool import SamplerPool, split_evenly
-from samplers.scripted import Script, ScriptedEngine
-from samplers.transport import read_version
+from samplers.pool import pool as pool_module
+from samplers.pool.fleet import FLAPS, REST, check_capacity
+from samplers.pool.pool import SamplerPool, split_evenly
+from samplers.testing.scripted import Script, ScriptedEngine
+from samplers.transport.base import read_version
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

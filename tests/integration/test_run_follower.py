@@ -16,9 +16,9 @@ import psutil
 import pytest
 from rich.console import Console
 
-from launch import local_ray
+from launch import ray_head as local_ray
 from launch.follow import Followed, follow
-from launch.local_ray import Ray, local_or_running_ray
+from launch.ray_head import Ray, local_or_running_ray
 from launch.run import ROOT, main, package_problem
 
 # As `ray job submit` prints it to a pipe (Ray 2.60).

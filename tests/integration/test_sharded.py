@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlq.publish import Snapshot, TensorSpec, snapshot
-from rlq.schemes import Scheme
+from rlq.formats.schemes import Scheme
+from rlq.publish.make import Snapshot, TensorSpec, snapshot
 
 ROOT = Path(__file__).parents[2]
-WORKER = Path(__file__).with_name("sharded_worker.py")
+WORKER = ROOT / "tests/support/sharded_worker.py"
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ def snap() -> Snapshot:
 
 def held(snap: Snapshot, ranks: int) -> list[dict]:
     """What `ranks` correct ranks would report: rows, columns, keys on two neighbours each, a vocabulary, the rest."""
-    from samplers.sharded import Part, _sha256
+    from samplers.vllm.sharded import Part, _sha256
 
     tensors = dict(snap.tensors)
     for name in NAMES:  # one row of block scales per row of the weight
@@ -57,13 +57,13 @@ def held(snap: Snapshot, ranks: int) -> list[dict]:
 
 
 def test_ranks_that_hold_their_parts_hold_the_version(snap):
-    from samplers.sharded import differing_parts
+    from samplers.vllm.sharded import differing_parts
 
     assert differing_parts(snap, held(snap, 4)) == []
 
 
 def test_one_wrong_byte_is_noticed(snap):
-    from samplers.sharded import differing_parts
+    from samplers.vllm.sharded import differing_parts
 
     ranks = held(snap, 4)
     name = "model.layers.0.self_attn.k_proj.weight_scale"
@@ -72,7 +72,7 @@ def test_one_wrong_byte_is_noticed(snap):
 
 
 def test_a_vocabulary_with_rows_that_nobody_holds_does_not_fit(snap):
-    from samplers.sharded import _fits
+    from samplers.vllm.sharded import _fits
 
     name = "model.embed_tokens.weight"
     ranks = [rank[name] for rank in held(snap, 4)]
@@ -96,7 +96,7 @@ def test_a_vocabulary_with_rows_that_nobody_holds_does_not_fit(snap):
     ],
 )
 def test_tensors_that_cannot_be_cut_like_this_do_not_fit(snap, name, change):
-    from samplers.sharded import _fits
+    from samplers.vllm.sharded import _fits
 
     ranks = held(snap, 4)
     assert all(_fits(snap, each, [rank[each] for rank in ranks]) for each in snap.tensors)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from rlq.errors import ConfigError
+from rlq.formats.schemes import Scheme
 from rlq.quantize import quantize
-from rlq.quantize.model import quantize_weights
 from rlq.quantize.reference import spans_tensor
-from rlq.schemes import Scheme
+from rlq.weights.quantize import quantize_weights
 
 RANKS = 2
 ROWS, COLUMNS = 384, 512  # half of the rows ends inside a block of 128
@@ -46,7 +46,7 @@ def published(scheme: Scheme, names: tuple[str, ...]) -> tuple[dict[str, torch.T
 
 
 def layer(scheme: Scheme, columns: int, widths: list[int], load) -> tuple[Any, Any]:
-    from samplers.emulated import EmulatedLinearMethod
+    from samplers.vllm.linear_method import EmulatedLinearMethod
 
     method, module = EmulatedLinearMethod(scheme.layer("model.layers.0.mlp.up_proj")), torch.nn.Module()
     method.create_weights(module, columns, widths, COLUMNS, ROWS, torch.float32, weight_loader=load)

@@ -16,15 +16,15 @@ import ray
 import torch
 
 from rlq.errors import ConfigError, SamplerError, SnapshotError
-from rlq.publish import Snapshot, snapshot
-from rlq.schemes import Scheme
+from rlq.formats.schemes import Scheme
+from rlq.publish.make import Snapshot, snapshot
 from rlq.types import Request, Sampling
-from samplers import vllm_transfer
 from samplers.options import PoolOptions
-from samplers.pool import SamplerPool
-from samplers.scripted import Script, ScriptedEngine
-from samplers.transport import StoreTicket
-from samplers.vllm_transfer import Client, Pieces, Receiver, VllmTransfer
+from samplers.pool.pool import SamplerPool
+from samplers.testing.scripted import Script, ScriptedEngine
+from samplers.transport import gpu as vllm_transfer
+from samplers.transport.base import StoreTicket
+from samplers.transport.gpu import Client, Pieces, Receiver, VllmTransfer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]  # importing vLLM takes 20 s in each process
 

@@ -1,0 +1,1 @@
+"""What a correction is, its rules and weights, and every peer's by name."""

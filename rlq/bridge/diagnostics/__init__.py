@@ -1,0 +1,1 @@
+"""What else the log ratio tells: breakdowns, shadow estimators, gap attribution, selection bias."""

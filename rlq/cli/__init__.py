@@ -1,0 +1,1 @@
+"""The `rlq` command, one module per subcommand."""

@@ -1,0 +1,1 @@
+"""Codes and scales as data: element formats, tensor schemes, model schemes, and which modules they name."""

@@ -1,0 +1,276 @@
+"""`rlq quantize`: a checkpoint directory becomes a quantized one, shard by shard.
+
+Everything that can be checked is checked first. The result grows beside its destination under a temporary name and is
+renamed into place when its manifest is written, so an interrupted run leaves nothing that looks complete.
+"""
+
+import argparse
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from ..cli.main import Outcome
+from ..errors import ConfigError, SnapshotError
+from ..formats.schemes import PRESETS, Scheme
+from ..quantize import QuantizedTensor
+from ..quantize.quality import Quality, measure
+from ..recipes.statistics import calibrate_checkpoint
+from ..weights.compressed_tensors import checkpoint_config, unreadable
+from ..weights.files import INDEX, CheckpointFiles
+from ..weights.quantize import check_scheme, quantize_weights
+from .make import combined_digest, own_digest, write_manifest
+
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", INDEX)
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """What became of one weight."""
+
+    name: str
+    """Its name in the checkpoint it came from."""
+    scheme: str
+    """Tensor scheme."""
+    bytes_before: int
+    """Bytes in bf16."""
+    bytes_after: int
+    """Bytes of codes and scales."""
+    quality: Quality
+    """Error against bf16."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `rlq quantize`."""
+    parser.add_argument("model", type=Path, metavar="MODEL", help="checkpoint directory: config.json and safetensors")
+    parser.add_argument("out", type=Path, metavar="OUT", help="directory to write; must not exist or be empty")
+    parser.add_argument("--scheme", required=True, metavar="NAME", help="one of " + ", ".join(PRESETS))
+    parser.add_argument(
+        "--ignore", action="append", metavar="PATTERN", help="module to keep in bf16, besides the default"
+    )
+    parser.add_argument(
+        "--per-layer", action="append", default=[], metavar="PATTERN=NAME", help="another scheme for matching modules"
+    )
+    parser.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="texts, one a line, for static activation scales"
+    )
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Quantize, print the table of errors, and fail on anything that is not a clean result."""
+    scheme = _scheme(args)
+    if scheme.weights is None and not scheme.per_layer:
+        raise ConfigError(f"scheme {scheme.name!r} quantizes nothing; copy the directory instead")
+    rows, totals = quantize_checkpoint(args.model, args.out, scheme, args.calibration)
+    _print(rows, totals)
+    return Outcome(
+        {**totals, "out": str(args.out), "scheme": scheme.to_dict(), "weights": [asdict(row) for row in rows]}
+    )
+
+
+def _scheme(args: argparse.Namespace) -> Scheme:
+    pairs = [text.rpartition("=") for text in args.per_layer]
+    if any(not pattern for pattern, _, _ in pairs):
+        raise ConfigError("--per-layer takes PATTERN=NAME, such as 're:.*down_proj$=fp8'")
+    per_layer = {pattern: name for pattern, _, name in pairs}
+    scheme = Scheme.preset(args.scheme, per_layer=per_layer)
+    ignore = [*scheme.ignore, *(args.ignore or [])]
+    static = scheme.static or (args.calibration is not None and scheme.name == "nvfp4")
+    if args.calibration is not None and not static:
+        raise ConfigError(f"scheme {scheme.name!r} has no static scales to calibrate; leave --calibration out")
+    return Scheme.preset(args.scheme, ignore=ignore, per_layer=per_layer, static=static)
+
+
+def quantize_checkpoint(
+    model: Path, out: Path, scheme: Scheme, calibration: Path | None = None
+) -> tuple[list[QuantizedWeight], dict]:
+    """Write the quantized checkpoint; memory holds one shard of the result and one tensor at a time.
+
+    Args:
+        model: bf16, fp16 or fp32 checkpoint.
+        out: destination, absent or empty.
+        scheme: model scheme.
+        calibration: texts for static activation scales.
+
+    Returns:
+        One row per quantized weight, and totals in bytes.
+
+    Raises:
+        ConfigError, SnapshotError: before anything is written, for whatever is known to be wrong by then.
+        SnapshotError: non-finite weights, or a disk that is full or not writable; nothing is left at `out`.
+    """
+    from tqdm import tqdm
+
+    config = _read_config(model)
+    files = CheckpointFiles(model)
+    _check_types(files)
+    check_scheme(scheme, files.shapes)
+    _check_destination(model, out)
+    if scheme.calibrated_inputs and calibration is None:
+        raise ConfigError(f"scheme {scheme.name!r} has static activation scales; pass --calibration FILE")
+    input_amax = calibrate_checkpoint(model, calibration) if calibration is not None else None
+    rows: list[QuantizedWeight] = []
+    own: dict[str, bytes] = {}
+    where: dict[str, str] = {}
+    after = 0
+    with _arriving_at(out) as partial, tqdm(total=len(files), unit="tensor", desc=scheme.name, disable=None) as bar:
+        for shard in files.shards:
+            done: dict[str, torch.Tensor] = {}
+            for name, wire in quantize_weights(_Shard(files, shard), scheme, input_amax):
+                done |= wire
+                if len(wire) > 1:
+                    rows.append(_row(name, files[name], wire, scheme))
+                bar.update()
+            own |= {name: own_digest(name, tensor) for name, tensor in done.items()}
+            where |= dict.fromkeys(done, shard)
+            after += sum(tensor.nbytes for tensor in done.values())
+            _save(done, partial / shard)
+        before = sum(shape.numel() * 2 for shape in files.shapes.values())
+        totals = _totals(before, after, rows)
+        if len(files.shards) > 1:
+            index = {"metadata": {"total_size": after}, "weight_map": where}
+            (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        _copy_rest(model, partial)
+        config |= {"dtype": "bfloat16", "quantization_config": checkpoint_config(scheme, files.shapes)}
+        (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        write_manifest(partial, scheme, 0, combined_digest(own), {"tensors": len(own), "nbytes": after})
+    totals["notes"] = _notes(scheme, files.shapes)
+    return rows, totals
+
+
+class _Shard(Mapping[str, torch.Tensor]):
+    """The tensors of one shard in bf16; others can be looked up too: fused layers share scales across shards."""
+
+    def __init__(self, files: CheckpointFiles, shard: str):
+        self.files, self.names = files, files.shards[shard]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self.files[name]
+        if tensor.is_floating_point():
+            tensor = tensor.to(torch.bfloat16)
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def _row(name: str, weight: torch.Tensor, wire: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantizedWeight:
+    module = name.removesuffix(".weight")
+    tensor_scheme = scheme.for_module(module)
+    assert tensor_scheme is not None
+    own = {full.removeprefix(f"{module}."): tensor for full, tensor in wire.items()}
+    q = QuantizedTensor.from_wire(own, tensor_scheme, weight.shape[1])
+    quality = measure(weight.to(torch.bfloat16), q)
+    return QuantizedWeight(name, str(tensor_scheme), weight.numel() * 2, q.nbytes, quality)
+
+
+def _totals(before: int, after: int, rows: list[QuantizedWeight]) -> dict:
+    return {
+        "bytes_before": before,
+        "bytes_after": after,
+        "quantized_bytes_before": sum(row.bytes_before for row in rows),
+        "quantized_bytes_after": sum(row.bytes_after for row in rows),
+    }
+
+
+def _notes(scheme: Scheme, shapes: Mapping[str, torch.Size]) -> list[str]:
+    """What a reader of the checkpoint has to know."""
+    reason = unreadable(scheme, shapes)
+    if reason is not None:
+        return [f"config.json names rlq's own method, which vLLM knows through rlq's plugin: {reason}"]
+    if scheme.activations is not None and scheme.activations.format == "nvfp4" and not scheme.static:
+        return ["config.json declares NVFP4A16: engines need a calibrated scale for the activations, see --calibration"]
+    return []
+
+
+def _read_config(model: Path) -> dict:
+    path = model / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{model} has no config.json; name a checkpoint directory")
+    config = json.loads(path.read_text())
+    if "quantization_config" in config:
+        method = config["quantization_config"].get("quant_method")
+        raise ConfigError(f"{model} is quantized already ({method}); start from the bf16 checkpoint")
+    return config
+
+
+def _check_types(files: CheckpointFiles) -> None:
+    for name, dtype in files.dtypes.items():
+        if name.endswith(".weight") and dtype not in ("BF16", "F16", "F32"):
+            raise SnapshotError(f"{name!r} is {dtype}; quantize a bf16, fp16 or fp32 checkpoint")
+
+
+def _check_destination(model: Path, out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not empty; name another directory")
+    if out.resolve() == model.resolve() or model.resolve() in out.resolve().parents:
+        raise ConfigError(f"{out} lies inside the checkpoint; name a directory of its own")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"{out.absolute().parent} does not exist; create it first")
+
+
+@contextmanager
+def _arriving_at(out: Path) -> Iterator[Path]:
+    """A directory that becomes `out` when the block succeeds and vanishes when it does not."""
+    partial = out.absolute().with_name(f".{out.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir()
+    except OSError as error:
+        raise ConfigError(
+            f"{out.absolute().parent} cannot be written ({error.strerror}); name another directory"
+        ) from None
+    try:
+        yield partial
+        os.replace(partial, out)
+    except OSError as error:
+        raise SnapshotError(f"writing {out} failed ({error.strerror}); nothing was left there") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # how it reports a full disk
+        raise SnapshotError(f"writing {path.name} failed ({error}); nothing was left") from None
+
+
+def _copy_rest(model: Path, partial: Path) -> None:
+    """Tokenizer, generation settings and licence; weights and config are written anew."""
+    weights = {path for pattern in WEIGHT_FILES for path in model.glob(pattern)}
+    for path in model.iterdir():
+        if path.is_file() and path not in weights and path.name != "config.json":
+            shutil.copyfile(path, partial / path.name)
+
+
+def _print(rows: list[QuantizedWeight], totals: dict) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("weight", "scheme", "SQNR dB", "max error", "saturated", "to zero"):
+        table.add_column(column, justify="left" if column in ("weight", "scheme") else "right")
+    for row in rows:
+        q = row.quality
+        cells = (f"{q.sqnr_db:.1f}", f"{q.max_error:.2e}", f"{q.saturated_frac:.3%}", f"{q.zero_frac:.3%}")
+        table.add_row(row.name, row.scheme, *cells)
+    Console(width=140).print(table)
+    for text, kind in (("whole model", ""), ("quantized weights", "quantized_")):
+        before, after = totals[f"{kind}bytes_before"], totals[f"{kind}bytes_after"]
+        print(f"{text}: {before / 1e6:.1f} MB in bf16, {after / 1e6:.1f} MB quantized ({after / before:.1%})")
+    for note in totals["notes"]:
+        print(note)

@@ -1,0 +1,1 @@
+"""Quantizer kernels for CPUs (numba), bit-identical to the reference."""

@@ -1,0 +1,1 @@
+"""A model's weights: canonical names, checkpoint files, quantizing all of them, compressed-tensors' layout."""

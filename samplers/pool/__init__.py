@@ -1,0 +1,1 @@
+"""A pool of Ray actors that host engines."""

@@ -1,0 +1,1 @@
+"""Samplers for tests: a transformers reference, and one whose answers and faults are scripted."""

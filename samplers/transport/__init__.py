@@ -1,0 +1,1 @@
+"""How a published version gets from the learner to the samplers' processes."""

@@ -1,0 +1,1 @@
+"""One vLLM engine that serves published weights."""

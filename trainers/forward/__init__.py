@@ -1,0 +1,1 @@
+"""What changes the learner's forward pass."""

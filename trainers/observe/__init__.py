@@ -1,0 +1,1 @@
+"""What a run looks at besides training."""

@@ -1,0 +1,1 @@
+"""From the learner's weights to the samplers."""

@@ -1,0 +1,75 @@
+"""The canary's reference: fixed prompts of the training set, scored by the learner as it was published."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlq.emulate.model import load_snapshot
+from rlq.emulate.probe import Probe, teacher_forced
+from rlq.formats.schemes import Scheme
+from rlq.publish.make import Snapshot
+
+from ..twin import empty_twin
+from .calibration import first_prompts
+
+if TYPE_CHECKING:
+    from ..grpo import QuantGRPOTrainer
+
+LONGEST = 64
+"""Tokens of a prompt that are scored."""
+NUDGE = 1e-6
+"""Relative change of the embeddings, about what another order of summation makes of an fp32 sum."""
+NOISES = 3.0
+"""An engine may be so many times as far off as the nudged copy."""
+NOISE_EVERY = 10
+"""Versions between two measurements of that; one more when a copy is made."""
+
+
+class Canary:
+    """Scores `canary_prompts` prompts with a dequantized copy of every published version.
+
+    Rounding activations makes a deep model chaotic: where a sum falls next to a rounding boundary, its last bit decides
+    about a step of the format, and layers amplify that. Two exact engines then differ by far more than their sums do,
+    so the tolerance grows by what a nudge of the copy's embeddings does to its own scores.
+
+    Args:
+        trainer: whose prompts, settings and model these are; the copy lives on the CPU, in fp32.
+    """
+
+    def __init__(self, trainer: "QuantGRPOTrainer"):
+        self.trainer = trainer
+        self._prompts: tuple[tuple[int, ...], ...] = ()
+        self._twin: tuple[Scheme, Any] | None = None
+        self._noise: float | None = None
+
+    def probe(self, snap: Snapshot) -> Probe | None:
+        """What an engine that serves `snap` has to answer; None if nobody asked, or if all prompts have one token."""
+        args = self.trainer.args
+        if not args.canary_prompts:
+            return None
+        if self._twin is None or self._twin[0] != snap.scheme:
+            model: Any = self.trainer.accelerator.unwrap_model(self.trainer.model)
+            self._twin, self._noise = (snap.scheme, empty_twin(model.config, snap.scheme)), None
+        if not self._prompts:
+            prompts = first_prompts(self.trainer, args.canary_prompts, LONGEST)
+            self._prompts = tuple(tuple(prompt) for prompt in prompts if len(prompt) > 1)
+        if not self._prompts:
+            return None
+        twin = self._twin[1]
+        load_snapshot(twin, snap)
+        scores = tuple(teacher_forced(twin, self._prompts))
+        due = snap.version % NOISE_EVERY == 0
+        if due or self._noise is None:
+            nudge(twin.get_input_embeddings().weight)  # until the next version is loaded
+            exact = Probe(self._prompts, scores, float("inf"))
+            self._noise = exact.check(teacher_forced(twin, self._prompts))
+        if due:  # what a resumed run measures besides is no part of the records
+            self.trainer.log_rlq({"sync/canary_noise_nats": self._noise})
+        return Probe(self._prompts, scores, args.canary_tolerance + NOISES * self._noise)
+
+
+@torch.no_grad()
+def nudge(weight: torch.Tensor) -> None:
+    """Change every element by up to `NUDGE` of itself, the same way every time."""
+    generator = torch.Generator().manual_seed(0)
+    weight.mul_(1 + NUDGE * (2 * torch.rand(weight.shape, generator=generator) - 1))

@@ -1,0 +1,1 @@
+"""From the samplers to TRL: the generation seam."""

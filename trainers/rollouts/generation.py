@@ -1,0 +1,326 @@
+"""The generation seam: an object with the two methods that GRPOTrainer calls on its vLLM client.
+
+Installs and generate calls run one after the other on a thread of their own, in the order in which they were asked for.
+With `async_steps: 0` the trainer waits for each of them. With k > 0 the prompts of the next k generation batches are
+handed over right after an install, and a batch is taken when training reaches it: k generations old, and no older.
+With `async_in_flight: abort` a new version does not wait for the batches before it: what is not complete by then is
+sampled again, by the new version.
+
+Axes: B completions on this rank, T completion tokens, R completions on all ranks.
+"""
+
+import hashlib
+import time
+from collections import Counter, deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from accelerate.utils import broadcast_object_list, gather_object
+
+from rlq.emulate.probe import Probe
+from rlq.errors import RlqError, SamplerError
+from rlq.formats.schemes import Scheme
+from rlq.publish.make import Snapshot, snapshot
+from rlq.types import Request, Rollout, Sampler, Sampling
+
+from ..publish.calibration import calibrate
+from ..publish.canary import Canary
+
+if TYPE_CHECKING:
+    from ..grpo import QuantGRPOTrainer
+
+
+@dataclass(eq=False)
+class Batch:
+    """What the samplers have been asked for, on rank 0, and what they have answered so far."""
+
+    requests: list[Request]
+    """One per prompt of all ranks."""
+    sampling: Sampling
+    """How."""
+    answers: dict[int, list[Rollout]] = field(default_factory=dict)
+    """Seed of a request to its completions, all of them and from one version."""
+    seconds: float = 0.0
+    """Spent sampling."""
+    done: Future = field(default_factory=Future)
+    """(rollouts of all ranks, seconds, what the samplers proved)."""
+
+    def missing(self) -> list[Request]:
+        """Requests without an answer."""
+        return [request for request in self.requests if request.seed not in self.answers]
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """A batch that the samplers have been asked for."""
+
+    prompts: list[list[int]]
+    """Prompt ids of this rank, one entry per completion."""
+    batch: Batch | None
+    """None on ranks other than 0."""
+
+
+class SamplerGeneration:
+    """Publishes the learner's weights to `samplers` and samples from them.
+
+    All ranks enter both methods; rank 0 alone owns the samplers, so that they see one batch and one version.
+
+    Args:
+        trainer: the trainer that calls.
+        samplers: an engine or a pool; None on ranks other than 0.
+    """
+
+    def __init__(self, trainer: "QuantGRPOTrainer", samplers: Sampler | None):
+        self.trainer = trainer
+        self.samplers = samplers
+        self.version: int | None = None
+        """Version published last."""
+        self.rollout_versions: list[int] = []
+        """Versions that sampled the batch taken last, one per completion of all ranks, in rank order."""
+        self.prompt_width = 0
+        """Columns of prompts in the batch taken last, as TRL pads them."""
+        # Generate calls at this version, training and evaluation apart; part of the seeds. Apart, because an evaluation
+        # between two steps is not repeated when a run resumes there.
+        self.calls: Counter[bool] = Counter()
+        self._canary = Canary(trainer)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="rlq-samplers")
+        self._install: Future | None = None
+        self._ahead: deque[Ordered] = deque()
+        # These two belong to the worker's thread.
+        self._served = -1
+        self._cut_short: list[Batch] = []  # to go on after the next install
+        self._again: list[Batch] = []  # to go on now
+        self._first = False
+
+    @property
+    def _is_main(self) -> bool:
+        return self.trainer.accelerator.is_main_process
+
+    def begin_batch(self) -> None:
+        """The next call asks for the first turn of a generation batch that may have been asked for ahead."""
+        self._first = True
+
+    def sync_weights(self) -> None:
+        """Publish the learner's current weights as version `state.global_step`."""
+        version = self.trainer.state.global_step
+        scheme = self._on_main(lambda: self.samplers.scheme)  # type: ignore[union-attr]  # rank 0 has samplers
+        start = time.perf_counter()
+        amax = calibrate(self.trainer, scheme)
+        if amax is not None:
+            self.trainer.log_rlq({"time/calibrate_s": time.perf_counter() - start})
+        named = self._named_tensors()
+        self._on_main(lambda: self._publish(named, version, amax))
+        self.version, self.calls = version, Counter()
+
+    def _named_tensors(self):
+        accelerator = self.trainer.accelerator
+        model = accelerator.unwrap_model(self.trainer.model)
+        if accelerator.num_processes == 1:
+            return model.named_parameters()
+        state = accelerator.get_state_dict(self.trainer.model)  # collective: gathers shards
+        tied = set(getattr(model, "all_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
+        return [(name, tensor) for name, tensor in state.items() if name not in tied]
+
+    def _publish(self, named, version: int, amax: dict[str, float] | None) -> None:
+        """Quantize now, while the learner stands still; install behind what the samplers are busy with."""
+        self._finish_install()  # one version under way bounds what is held in memory
+        start = time.perf_counter()
+        assert self.samplers is not None
+        snap = snapshot(named, self.samplers.scheme, version, amax)
+        quantize_s = time.perf_counter() - start
+        self.samplers.ship(snap)  # beside the canary, and beside what is being sampled
+        if self._aborts and self.version not in (None, version):
+            self.samplers.interrupt(self.version)
+        start = time.perf_counter()
+        probe = self._canary.probe(snap)
+        self.trainer.log_rlq({"time/canary_s": time.perf_counter() - start})
+        self._install = self._worker.submit(self._installed, snap, probe, quantize_s)
+        if not self.trainer.args.async_steps:
+            self._finish_install()
+
+    def _installed(self, snap: Snapshot, probe: Probe | None, quantize_s: float) -> dict[str, float]:
+        assert self.samplers is not None
+        try:
+            report = self.samplers.install(snap, probe)
+            if report.digest != snap.digest:
+                raise SamplerError(
+                    f"version {snap.version} was published as {snap.digest[:12]} and installed as {report.digest[:12]}"
+                )
+        except Exception as error:
+            for batch in self._cut_short:  # somebody may be waiting for them
+                batch.done.set_exception(error)
+            raise
+        self._served = snap.version
+        self._again, self._cut_short = self._again + self._cut_short, []
+        if self._again:
+            self._worker.submit(self._sample_rest)
+        return {
+            "sync/bytes": float(snap.nbytes),
+            "sync/shipped_bytes": float(report.shipped_bytes),
+            "sync/tensors": float(report.num_tensors),
+            "sync/quantize_s": quantize_s,
+            "sync/ship_s": report.ship_s,
+            "sync/install_s": report.install_s,
+            "sync/pause_s": report.pause_s,
+        }
+
+    def _finish_install(self) -> None:
+        if self._install is not None:
+            install, self._install = self._install, None
+            self.trainer.log_rlq(install.result())
+
+    def switch(self, scheme: Scheme) -> None:
+        """Serve another scheme from the next publish on; batches that were asked for before keep theirs."""
+        if self.samplers is not None:
+            self._worker.submit(self.samplers.switch, scheme).result()
+
+    def close(self) -> None:
+        """Forget what was asked for ahead; waits for what is being sampled, so that the samplers can be closed."""
+        self._worker.shutdown(wait=True, cancel_futures=True)
+
+    def generate(
+        self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None
+    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]:
+        """Sample one completion per entry of `prompts`, in which each prompt stands `num_generations` times in a row.
+
+        Returns:
+            Prompt ids [B][P], completion ids [B][T], sampler log-probs [B][T][1] and their token ids [B][T][1].
+        """
+        if images is not None:
+            raise SamplerError("image prompts are not supported by rlq's samplers; train on text")
+        # The first batch of an epoch, evaluations and the later turns of a conversation are sampled now.
+        first, self._first = self._first, False
+        taken = self._ahead.popleft() if first and self._ahead else self._order(prompts)
+        if taken.prompts != prompts:
+            raise SamplerError("TRL asks for other prompts than it announced; set async_steps to 0 and report this")
+        if first:
+            for upcoming in self.trainer.upcoming_prompts()[len(self._ahead) :]:
+                self._ahead.append(self._order(upcoming))
+        rank, size = self.trainer.accelerator.process_index, len(prompts)
+        everyone = self._on_main(lambda: self._take(taken))
+        rollouts = everyone[rank * size : (rank + 1) * size]
+        self.rollout_versions, self.prompt_width = [r.version for r in everyone], max(map(len, prompts))
+        return (
+            [list(r.prompt_ids) for r in rollouts],
+            [list(r.token_ids) for r in rollouts],
+            [[[value] for value in r.logprobs] for r in rollouts],
+            [[[token] for token in r.token_ids] for r in rollouts],
+        )
+
+    def _order(self, prompts: list[list[int]]) -> Ordered:
+        """Ask the samplers for a batch, to be sampled by the version published last."""
+        trainer, version, training = self.trainer, self.version, self.trainer.in_training
+        assert version is not None
+        everyone = gather_object(prompts)  # [R] prompts in rank order
+        base = request_seed(trainer.args.seed, version, self.calls[training], training=training)
+        self.calls[training] += 1
+        sampling = Sampling(trainer.args.temperature, trainer.completion_limit, trainer.stop_token_ids)
+        if self.samplers is None:
+            return Ordered(prompts, None)
+        batch = Batch(group_requests(everyone, base), sampling)
+        self._worker.submit(self._sample, batch)
+        return Ordered(prompts, batch)
+
+    @property
+    def _aborts(self) -> bool:
+        return self.trainer.args.async_steps > 0 and self.trainer.args.async_in_flight == "abort"
+
+    def _sample(self, batch: Batch) -> None:
+        self._sample_rest()  # it was asked for before
+        self._sample_missing(batch)
+
+    def _sample_rest(self) -> None:
+        batches, self._again = self._again, []
+        for batch in batches:
+            self._sample_missing(batch)
+
+    def _sample_missing(self, batch: Batch) -> None:
+        """Ask the samplers for what has no answer yet; in `batch.done` once nothing is missing."""
+        assert self.samplers is not None
+        missing, version, start = batch.missing(), self._served, time.perf_counter()
+        try:
+            rollouts = self.samplers.generate(missing, batch.sampling, version)
+            if self._aborts:
+                seeds = {rollout.seed for rollout in rollouts}
+                missing = [request for request in missing if request.seed in seeds]
+            prompts = [list(request.prompt_ids) for request in missing for _ in range(request.num_samples)]
+            check_rollouts(rollouts, prompts, version, self.samplers.scheme.name, batch.sampling.temperature)
+        except Exception as error:  # raised again where the batch is waited for
+            batch.done.set_exception(error)
+            return
+        batch.seconds += time.perf_counter() - start
+        for request in missing:
+            batch.answers[request.seed], rollouts = rollouts[: request.num_samples], rollouts[request.num_samples :]
+        if batch.missing():
+            self._cut_short.append(batch)
+        else:
+            everyone = [rollout for request in batch.requests for rollout in batch.answers[request.seed]]
+            batch.done.set_result((everyone, batch.seconds, dict(self.samplers.proof)))
+
+    def _take(self, ordered: Ordered) -> list[Rollout]:
+        assert ordered.batch is not None
+        start = time.perf_counter()
+        if self._install is not None and self._install.done():
+            self._finish_install()  # its error says more than that of the batch behind it
+        rollouts, seconds, proof = ordered.batch.done.result()
+        waited = time.perf_counter() - start
+        tokens = sum(len(r.token_ids) for r in rollouts)
+        self.trainer.log_rlq(
+            {"rollout/tokens_per_s": tokens / seconds, "time/generate_s": seconds, "time/wait_s": waited} | proof
+        )
+        return rollouts
+
+    def _on_main(self, work) -> Any:
+        """Run `work` on rank 0; hand its result, or its rlq error, to every rank, so that no rank is left waiting."""
+        if self.trainer.accelerator.num_processes == 1:
+            return work()
+        payload: list[Any] = [None]
+        if self._is_main:
+            try:
+                payload = [work()]
+            except RlqError as error:
+                payload = [error]
+        broadcast_object_list(payload)
+        if isinstance(payload[0], RlqError):
+            raise payload[0]
+        return payload[0]
+
+
+def request_seed(run_seed: int, version: int, call: int, *, training: bool) -> int:
+    """Base of a batch's seeds, below 2^62: a hash, so that runs, steps, calls and evaluation never share a stream."""
+    text = f"{run_seed} {version} {call} {'train' if training else 'eval'}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+
+
+def group_requests(prompts: list[list[int]], base: int) -> list[Request]:
+    """One request per run of equal prompts. Sample j of the batch, counted over all of it, gets seed `base + j`."""
+    requests, position = [], 0
+    for prompt, run in groupby(prompts):
+        count = len(list(run))
+        requests.append(Request(tuple(prompt), count, base + position))
+        position += count
+    return requests
+
+
+def check_rollouts(
+    rollouts: list[Rollout], prompts: list[list[int]], version: int, scheme: str, temperature: float
+) -> None:
+    """Let nothing into the loss that is missing, answers another prompt, or comes from another version or scheme."""
+    if len(rollouts) != len(prompts):
+        raise SamplerError(
+            f"{len(prompts)} completions were requested, {len(rollouts)} came back; groups are all or nothing"
+        )
+    for rollout, prompt in zip(rollouts, prompts, strict=True):
+        if list(rollout.prompt_ids) != list(prompt):
+            raise SamplerError(
+                "a rollout answers another prompt than the one at its place; the sampler must keep the order"
+            )
+        if rollout.temperature != temperature:
+            raise SamplerError(f"a rollout was sampled at temperature {rollout.temperature}, expected {temperature}")
+        if (rollout.version, rollout.scheme) != (version, scheme):
+            raise SamplerError(
+                f"a rollout comes from version {rollout.version} ({rollout.scheme}), expected {version} ({scheme}); "
+                "stale rollouts never reach the loss"
+            )

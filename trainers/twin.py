@@ -1,0 +1,99 @@
+"""The learner as the samplers see it: a copy with dequantized weights and rounded activations, and scores under it.
+
+Axes: B completions, P prompt tokens (padded left), T completion tokens (padded right).
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlq.emulate.model import emulate, load_snapshot
+from rlq.formats.schemes import Scheme
+from rlq.publish.make import snapshot
+from rlq.quantize import fake_quantize
+from rlq.weights.canonical import bf16_checkpoint
+
+from .publish.calibration import calibrate
+
+if TYPE_CHECKING:
+    from .grpo import QuantGRPOTrainer
+
+SEQUENCES_AT_ONCE = 32
+"""Bounds the logits in memory."""
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Modules that engines fuse into one layer; they keep one scheme."""
+
+
+def quantized_copy(trainer: "QuantGRPOTrainer", scheme: Scheme, version: int) -> torch.nn.Module:
+    """Copy the learner's model and make it compute what a sampler of `scheme` computes at `version`."""
+    learner: Any = trainer.accelerator.unwrap_model(trainer.model)
+    model = empty_twin(learner.config, scheme)
+    load_snapshot(model, snapshot(learner.named_parameters(), scheme, version, calibrate(trainer, scheme)))
+    return model.to(learner.device)
+
+
+def empty_twin(config: Any, scheme: Scheme) -> Any:
+    """A model on the CPU, in fp32, that computes what a sampler of `scheme` computes once a snapshot is loaded."""
+    # Built anew: TRL has replaced the learner's forward, and a copy of that would still call the original.
+    with torch.random.fork_rng():  # a new model draws initial weights; the run's random numbers must not notice
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).requires_grad_(False).eval()
+    emulate(model, scheme)
+    return model
+
+
+def score(model: Any, out: dict[str, torch.Tensor], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Score the completions of a TRL batch, in fp32, teacher-forced, a few sequences at a time; no gradients."""
+    with torch.no_grad():
+        return differentiable_score(model, out, temperature)
+
+
+def differentiable_score(
+    model: Any, out: dict[str, torch.Tensor], temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `score`, with gradients.
+
+    Returns:
+        Log-probs (B, T) of the tokens and entropies (B, T) of the distributions they were drawn from, in nats.
+    """
+    ids = torch.cat([out["prompt_ids"], out["completion_ids"]], dim=1)
+    attention = torch.cat([out["prompt_mask"], out["completion_mask"]], dim=1)
+    positions = (attention.cumsum(-1) - 1).clamp(min=0)
+    length = out["completion_ids"].shape[1]
+    logprobs, entropies = [], []
+    for part in torch.arange(len(ids)).split(SEQUENCES_AT_ONCE):
+        logits = model(input_ids=ids[part], attention_mask=attention[part], position_ids=positions[part]).logits
+        log_p = torch.log_softmax(logits[:, -length - 1 : -1].float() / temperature, dim=-1)
+        logprobs.append(log_p.gather(-1, out["completion_ids"][part][..., None])[..., 0])
+        entropies.append(-(log_p.exp() * log_p).sum(-1))
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def without_worst_modules(trainer: "QuantGRPOTrainer", scheme: Scheme, fraction: float) -> Scheme:
+    """Return `scheme` with the worst-quantized modules added to `ignore`, their fused siblings included.
+
+    Worst is the largest relative error ||w - Q(w)|| / ||w|| of the weight.
+    """
+    errors: dict[str, float] = {}
+    learner = trainer.accelerator.unwrap_model(trainer.model)
+    for name, weight in bf16_checkpoint(learner.named_parameters()).items():
+        module = name.removesuffix(".weight")
+        layer = scheme.for_module(module, weight.ndim) if module != name else None
+        if layer is not None:
+            w = weight.float()
+            errors[module] = float((w - fake_quantize(w, layer)).norm() / w.norm().clamp(min=1e-30))
+    count = max(1, round(fraction * len(errors)))
+    worst = sorted(errors, key=errors.__getitem__, reverse=True)[:count]
+    promoted = sorted({sibling for module in worst for sibling in siblings(module)})
+    return replace(scheme, ignore=(*scheme.ignore, *promoted))
+
+
+def siblings(module: str) -> list[str]:
+    """The module and those that share its fused layer."""
+    parent, _, leaf = module.rpartition(".")
+    for group in FUSED:
+        if leaf in group:
+            return [f"{parent}.{name}" for name in group]
+    return [module]
