@@ -20,8 +20,7 @@ from support.bf16_deltas import flat, gaps_and_zstd, ideal, others
 from support.common import interleave, report, row, seconds
 
 from rlq.formats.schemes import Scheme
-from rlq.publish import delta
-from rlq.publish.make import Snapshot, snapshot, tensor_digest
+from rlq.publish import Snapshot, delta, snapshot, tensor_digest
 from rlq.weights.quantize import quantize_weights
 
 GOALS = {"fp8": 6, "int8": 12, "nvfp4": 30}

@@ -31,8 +31,7 @@ from support.common import ROOT, report, row, seconds
 from rlq.formats.schemes import Scheme
 from rlq.plan import publishing as scaling
 from rlq.plan.publishing import Rates
-from rlq.publish import delta
-from rlq.publish.make import Snapshot, snapshot
+from rlq.publish import Snapshot, delta, snapshot
 from rlq.types import Request, Sampling
 from samplers.options import SamplerConfig
 from samplers.pool.pool import SamplerPool

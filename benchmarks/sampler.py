@@ -14,7 +14,7 @@ from support.common import MODEL, interleave, report, row
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlq.formats.schemes import Scheme
-from rlq.publish.make import snapshot
+from rlq.publish import snapshot
 from rlq.types import Request, Sampling
 from samplers.options import SamplerConfig
 from samplers.pool.pool import SamplerPool

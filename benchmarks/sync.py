@@ -13,7 +13,7 @@ import torch
 from support.common import MODEL, report, row, seconds
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlq.publish.make import snapshot
+from rlq.publish import snapshot
 from samplers.options import SamplerConfig
 from samplers.pool.pool import SamplerPool
 

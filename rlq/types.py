@@ -10,7 +10,7 @@ from typing import Protocol
 from .emulate.probe import Probe
 from .errors import ConfigError, SamplerError
 from .formats.schemes import Scheme
-from .publish.make import Snapshot
+from .publish.types import Snapshot
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlq.bridge import Correction
 from rlq.errors import ConfigError, SamplerError
 from rlq.formats.schemes import Scheme
-from rlq.publish.make import snapshot, write_directory
+from rlq.publish import snapshot, write_directory
 from rlq.types import Sampler
 
 from .checkpoints import CheckpointMarker

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rlq.emulate.model import emulate, load_snapshot
 from rlq.formats.schemes import Scheme
-from rlq.publish.make import snapshot
+from rlq.publish import snapshot
 from rlq.quantize import fake_quantize
 from rlq.weights.canonical import bf16_checkpoint
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from rlq.emulate.model import emulate, load_snapshot
 from rlq.formats.schemes import Scheme
-from rlq.publish.make import snapshot
+from rlq.publish import snapshot
 
 SCHEMES = (
     "w8a16", "fp8", "fp8_block", "fp8_tensor", "int8", "mxfp8", "fp8_e5m2", "w4a16", "w4a8", "nvfp4a16", "nvfp4",

@@ -44,7 +44,7 @@ class Outcome:
 
 COMMANDS = (
     Command("doctor", "rlq.cli.doctor", "check this machine and what is installed on it"),
-    Command("quantize", "rlq.publish.convert", "write a quantized checkpoint and print the error of every weight"),
+    Command("quantize", "rlq.cli.quantize", "write a quantized checkpoint and print the error of every weight"),
     Command("formats", "rlq.cli.formats", "list number formats and schemes, with the numbers of their specifications"),
     Command("replay", "rlq.bridge.replay", "recompute corrections on dumped rollouts and compare them"),
 )

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ..formats.schemes import LayerScheme, Scheme
-from ..publish.make import Snapshot
+from ..publish.types import Snapshot
 from ..quantize import QuantizedTensor
 from ..weights.quantize import CACHE_SCALES, INPUT_GLOBAL_SCALE, INPUT_SCALE
 from .linear import emulated_linear, quantize_heads

@@ -1,30 +1,32 @@
-"""`rlq quantize`: a checkpoint directory becomes a quantized one, shard by shard.
+"""A checkpoint directory becomes a quantized one, shard by shard.
 
 Everything that can be checked is checked first. The result grows beside its destination under a temporary name and is
 renamed into place when its manifest is written, so an interrupted run leaves nothing that looks complete.
 """
 
-import argparse
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
-from ..cli.main import Outcome
 from ..errors import ConfigError, SnapshotError
-from ..formats.schemes import PRESETS, Scheme
+from ..files import directory_renamed
+from ..formats.schemes import Scheme
 from ..quantize import QuantizedTensor
 from ..quantize.quality import Quality, measure
 from ..recipes.statistics import calibrate_checkpoint
 from ..weights.compressed_tensors import checkpoint_config, unreadable
 from ..weights.files import INDEX, CheckpointFiles
 from ..weights.quantize import check_scheme, quantize_weights
-from .make import combined_digest, own_digest, write_manifest
+from .digest import combined_digest, own_digest
+from .directory import write_manifest
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", INDEX)
 
@@ -45,47 +47,6 @@ class QuantizedWeight:
     """Error against bf16."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `rlq quantize`."""
-    parser.add_argument("model", type=Path, metavar="MODEL", help="checkpoint directory: config.json and safetensors")
-    parser.add_argument("out", type=Path, metavar="OUT", help="directory to write; must not exist or be empty")
-    parser.add_argument("--scheme", required=True, metavar="NAME", help="one of " + ", ".join(PRESETS))
-    parser.add_argument(
-        "--ignore", action="append", metavar="PATTERN", help="module to keep in bf16, besides the default"
-    )
-    parser.add_argument(
-        "--per-layer", action="append", default=[], metavar="PATTERN=NAME", help="another scheme for matching modules"
-    )
-    parser.add_argument(
-        "--calibration", type=Path, metavar="FILE", help="texts, one a line, for static activation scales"
-    )
-
-
-def run(args: argparse.Namespace) -> Outcome:
-    """Quantize, print the table of errors, and fail on anything that is not a clean result."""
-    scheme = _scheme(args)
-    if scheme.weights is None and not scheme.per_layer:
-        raise ConfigError(f"scheme {scheme.name!r} quantizes nothing; copy the directory instead")
-    rows, totals = quantize_checkpoint(args.model, args.out, scheme, args.calibration)
-    _print(rows, totals)
-    return Outcome(
-        {**totals, "out": str(args.out), "scheme": scheme.to_dict(), "weights": [asdict(row) for row in rows]}
-    )
-
-
-def _scheme(args: argparse.Namespace) -> Scheme:
-    pairs = [text.rpartition("=") for text in args.per_layer]
-    if any(not pattern for pattern, _, _ in pairs):
-        raise ConfigError("--per-layer takes PATTERN=NAME, such as 're:.*down_proj$=fp8'")
-    per_layer = {pattern: name for pattern, _, name in pairs}
-    scheme = Scheme.preset(args.scheme, per_layer=per_layer)
-    ignore = [*scheme.ignore, *(args.ignore or [])]
-    static = scheme.static or (args.calibration is not None and scheme.name == "nvfp4")
-    if args.calibration is not None and not static:
-        raise ConfigError(f"scheme {scheme.name!r} has no static scales to calibrate; leave --calibration out")
-    return Scheme.preset(args.scheme, ignore=ignore, per_layer=per_layer, static=static)
-
-
 def quantize_checkpoint(
     model: Path, out: Path, scheme: Scheme, calibration: Path | None = None
 ) -> tuple[list[QuantizedWeight], dict]:
@@ -104,8 +65,6 @@ def quantize_checkpoint(
         ConfigError, SnapshotError: before anything is written, for whatever is known to be wrong by then.
         SnapshotError: non-finite weights, or a disk that is full or not writable; nothing is left at `out`.
     """
-    from tqdm import tqdm
-
     config = _read_config(model)
     files = CheckpointFiles(model)
     _check_types(files)
@@ -118,14 +77,16 @@ def quantize_checkpoint(
     own: dict[str, bytes] = {}
     where: dict[str, str] = {}
     after = 0
-    with _arriving_at(out) as partial, tqdm(total=len(files), unit="tensor", desc=scheme.name, disable=None) as bar:
+    console = Console(stderr=True)
+    with directory_renamed(out) as partial, Progress(console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(scheme.name, total=len(files))
         for shard in files.shards:
             done: dict[str, torch.Tensor] = {}
             for name, wire in quantize_weights(_Shard(files, shard), scheme, input_amax):
                 done |= wire
                 if len(wire) > 1:
                     rows.append(_row(name, files[name], wire, scheme))
-                bar.update()
+                bar.advance(task)
             own |= {name: own_digest(name, tensor) for name, tensor in done.items()}
             where |= dict.fromkeys(done, shard)
             after += sum(tensor.nbytes for tensor in done.values())
@@ -220,29 +181,7 @@ def _check_destination(model: Path, out: Path) -> None:
         raise ConfigError(f"{out.absolute().parent} does not exist; create it first")
 
 
-@contextmanager
-def _arriving_at(out: Path) -> Iterator[Path]:
-    """A directory that becomes `out` when the block succeeds and vanishes when it does not."""
-    partial = out.absolute().with_name(f".{out.name}.partial-{os.getpid()}")
-    try:
-        partial.mkdir()
-    except OSError as error:
-        raise ConfigError(
-            f"{out.absolute().parent} cannot be written ({error.strerror}); name another directory"
-        ) from None
-    try:
-        yield partial
-        os.replace(partial, out)
-    except OSError as error:
-        raise SnapshotError(f"writing {out} failed ({error.strerror}); nothing was left there") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:  # how it reports a full disk
@@ -255,22 +194,3 @@ def _copy_rest(model: Path, partial: Path) -> None:
     for path in model.iterdir():
         if path.is_file() and path not in weights and path.name != "config.json":
             shutil.copyfile(path, partial / path.name)
-
-
-def _print(rows: list[QuantizedWeight], totals: dict) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for column in ("weight", "scheme", "SQNR dB", "max error", "saturated", "to zero"):
-        table.add_column(column, justify="left" if column in ("weight", "scheme") else "right")
-    for row in rows:
-        q = row.quality
-        cells = (f"{q.sqnr_db:.1f}", f"{q.max_error:.2e}", f"{q.saturated_frac:.3%}", f"{q.zero_frac:.3%}")
-        table.add_row(row.name, row.scheme, *cells)
-    Console(width=140).print(table)
-    for text, kind in (("whole model", ""), ("quantized weights", "quantized_")):
-        before, after = totals[f"{kind}bytes_before"], totals[f"{kind}bytes_after"]
-        print(f"{text}: {before / 1e6:.1f} MB in bf16, {after / 1e6:.1f} MB quantized ({after / before:.1%})")
-    for note in totals["notes"]:
-        print(note)

@@ -20,7 +20,8 @@ import torch
 from ..errors import SnapshotError
 from ..formats.schemes import Scheme
 from . import codec as delta_codec
-from .make import Snapshot, as_bytes, check_specs, tensor_digest
+from .digest import as_bytes, tensor_digest
+from .types import Snapshot, check_specs
 
 MAGIC = b"rlqdelta"
 INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import ray
 
 from rlq.formats.schemes import Scheme
+from rlq.publish import Snapshot
 from rlq.publish.delta import Delta
-from rlq.publish.make import Snapshot
 from rlq.types import InstallReport, Request, Rollout, Sampling
 
 from ..transport.base import Ticket

@@ -21,8 +21,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from rlq.emulate.probe import Probe
 from rlq.errors import SamplerError, SnapshotError
 from rlq.formats.schemes import Scheme
-from rlq.publish import delta
-from rlq.publish.make import Snapshot
+from rlq.publish import Snapshot, delta
 from rlq.types import InstallReport, Request, Rollout, Sampling
 
 from ..options import PoolOptions, SamplerConfig

@@ -11,7 +11,7 @@ from rlq.emulate.model import attentions, emulate, load_snapshot
 from rlq.emulate.probe import Probe, teacher_forced
 from rlq.errors import SamplerError, SnapshotError
 from rlq.formats.schemes import Scheme
-from rlq.publish.make import Snapshot, check_specs, snapshot
+from rlq.publish import Snapshot, check_specs, snapshot
 from rlq.types import InstallReport, Request, Rollout, Sampling
 
 

@@ -10,8 +10,8 @@ import torch
 
 from rlq.errors import SamplerError, SnapshotError
 from rlq.formats.schemes import Scheme
+from rlq.publish import Snapshot, TensorSpec, check_specs, tensor_digest
 from rlq.publish.delta import Delta
-from rlq.publish.make import Snapshot, TensorSpec, check_specs, tensor_digest
 from rlq.types import InstallReport, Request, Rollout, Sampling
 
 

@@ -20,8 +20,8 @@ import ray
 
 from rlq.errors import ConfigError, SamplerError, SnapshotError
 from rlq.files import write_renamed
+from rlq.publish import MANIFEST, PackedSnapshot, Snapshot, pack, read_directory, unpack, write_directory
 from rlq.publish.delta import Delta, open_delta
-from rlq.publish.make import MANIFEST, PackedSnapshot, Snapshot, pack, read_directory, unpack, write_directory
 
 SHARED_MEMORY = Path("/dev/shm")
 

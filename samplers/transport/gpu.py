@@ -20,8 +20,8 @@ import torch
 from ray.exceptions import RayError
 
 from rlq.errors import ConfigError, SamplerError, SnapshotError, last_line
+from rlq.publish import PackedSnapshot, Snapshot, pack
 from rlq.publish.delta import Delta
-from rlq.publish.make import PackedSnapshot, Snapshot, pack
 
 from .base import ObjectStore, Ticket, elsewhere, opened
 

@@ -19,8 +19,7 @@ import torch
 from rlq.emulate.probe import Probe
 from rlq.errors import ConfigError, SamplerError, SnapshotError
 from rlq.formats.schemes import Scheme
-from rlq.publish import delta
-from rlq.publish.make import Snapshot, TensorSpec, check_specs, combined_digest
+from rlq.publish import Snapshot, TensorSpec, check_specs, combined_digest, delta
 from rlq.types import InstallReport, Request, Rollout, Sampling
 from rlq.weights.canonical import check_finite
 from rlq.weights.compressed_tensors import quantization_config

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rlq.errors import SnapshotError
-from rlq.publish.make import Snapshot, TensorSpec, as_bytes
+from rlq.publish import Snapshot, TensorSpec, as_bytes
 
 from ..transport.base import FileTicket, SharedMemory
 from .slots import Slot, is_padded, slots

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rlq.publish import TensorSpec, as_bytes, combined_digest, digest_entry
 from rlq.publish.delta import Delta, Patch
-from rlq.publish.make import TensorSpec, as_bytes, combined_digest, digest_entry
 from rlq.weights.quantize import CACHE_SCALES
 
 from .linear_method import DERIVED, EmulatedLinearMethod, ShardParameter

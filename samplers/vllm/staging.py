@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rlq.publish import Snapshot, own_digest
 from rlq.publish.codec import differing
 from rlq.publish.delta import Delta, Patch, flat_integers
-from rlq.publish.make import Snapshot, own_digest
 
 from .cpu_head import PackedProduct, Product, head_of, new_product
 from .linear_method import COMPUTE_WEIGHT, EmulatedLinearMethod

@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 from rlq.errors import ConfigError, SnapshotError
 from rlq.formats.schemes import Scheme
-from rlq.publish import delta
-from rlq.publish.make import snapshot
+from rlq.publish import delta, snapshot
 from rlq.types import Request, Rollout, Sampling
 from samplers.options import SamplerConfig
 from samplers.pool.pool import SamplerPool

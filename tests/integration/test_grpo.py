@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlq.publish.make import read_directory
+from rlq.publish import read_directory
 from rlq.quantize import quantize
 
 ROOT = Path(__file__).parents[2]

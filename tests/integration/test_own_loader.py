@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlq.formats.schemes import Scheme
-from rlq.publish.make import read_directory
+from rlq.publish import read_directory
 from rlq.types import Rollout
 from samplers.testing.reference import TransformersSampler
 

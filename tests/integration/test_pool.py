@@ -14,7 +14,7 @@ import torch
 from rlq.emulate.probe import Probe
 from rlq.errors import ConfigError, SamplerError, SnapshotError
 from rlq.formats.schemes import Scheme
-from rlq.publish.make import Snapshot, snapshot, tensor_digest
+from rlq.publish import Snapshot, snapshot, tensor_digest
 from rlq.types import Request, Sampling
 from samplers.options import PoolOptions, SamplerConfig
 from samplers.pool import pool as pool_module

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlq.formats.schemes import Scheme
-from rlq.publish.make import Snapshot, TensorSpec, snapshot
+from rlq.publish import Snapshot, TensorSpec, snapshot
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests/support/sharded_worker.py"

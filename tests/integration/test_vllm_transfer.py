@@ -17,7 +17,7 @@ import torch
 
 from rlq.errors import ConfigError, SamplerError, SnapshotError
 from rlq.formats.schemes import Scheme
-from rlq.publish.make import Snapshot, snapshot
+from rlq.publish import Snapshot, snapshot
 from rlq.types import Request, Sampling
 from samplers.options import PoolOptions
 from samplers.pool.pool import SamplerPool

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from rlq.emulate.model import attentions
 from rlq.errors import SnapshotError
 from rlq.formats.schemes import Scheme
-from rlq.publish import delta
-from rlq.publish.make import Snapshot, own_digest, snapshot, tensor_digest
+from rlq.publish import Snapshot, delta, own_digest, snapshot, tensor_digest
 from rlq.types import Request, Rollout, Sampling
 from samplers.options import EngineOptions
 from samplers.testing.reference import TransformersSampler

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from rlq.bridge import Correction
 from rlq.emulate.probe import Probe
 from rlq.formats.schemes import Scheme
-from rlq.publish.make import Snapshot
+from rlq.publish import Snapshot
 from rlq.types import InstallReport, Request, Rollout, Sampling
 from samplers.testing.reference import TransformersSampler
 from trainers.grpo import QuantGRPOTrainer

@@ -13,7 +13,7 @@ from ray.cluster_utils import Cluster
 from ray.experimental import get_object_locations
 
 from rlq.formats.schemes import Scheme
-from rlq.publish.make import snapshot
+from rlq.publish import snapshot
 from rlq.types import Request, Sampling
 from samplers.options import PoolOptions
 from samplers.pool.pool import SamplerPool

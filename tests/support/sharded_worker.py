@@ -15,8 +15,7 @@ from transformers import LlamaConfig
 
 from rlq.errors import SnapshotError
 from rlq.formats.schemes import Scheme
-from rlq.publish import delta
-from rlq.publish.make import snapshot, tensor_digest
+from rlq.publish import delta, snapshot, tensor_digest
 from rlq.types import Request, Sampling
 from samplers.options import EngineOptions
 from samplers.testing.reference import TransformersSampler

@@ -7,7 +7,7 @@ import torch
 from rlq.emulate.model import load_snapshot
 from rlq.emulate.probe import Probe, teacher_forced
 from rlq.formats.schemes import Scheme
-from rlq.publish.make import Snapshot
+from rlq.publish import Snapshot
 
 from ..twin import empty_twin
 from .calibration import first_prompts

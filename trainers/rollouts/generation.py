@@ -22,7 +22,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from rlq.emulate.probe import Probe
 from rlq.errors import RlqError, SamplerError
 from rlq.formats.schemes import Scheme
-from rlq.publish.make import Snapshot, snapshot
+from rlq.publish import Snapshot, snapshot
 from rlq.types import Request, Rollout, Sampler, Sampling
 
 from ..publish.calibration import calibrate

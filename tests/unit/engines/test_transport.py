@@ -14,8 +14,7 @@ import torch
 
 from rlq.errors import ConfigError, SamplerError, SnapshotError
 from rlq.formats.schemes import Scheme
-from rlq.publish import delta
-from rlq.publish.make import MANIFEST, Snapshot, snapshot
+from rlq.publish import MANIFEST, Snapshot, delta, snapshot
 from samplers.options import SamplerConfig
 from samplers.transport import base as transport
 from samplers.transport.base import Directory, SharedMemory, read_version

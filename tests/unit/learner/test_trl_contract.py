@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from rlq.bridge import Correction, register_correction
 from rlq.errors import SamplerError
-from rlq.publish.make import tensor_digest
+from rlq.publish import tensor_digest
 from rlq.types import Rollout, Sampling
 from samplers.testing.reference import TransformersSampler
 from trainers.checkpoints import CheckpointMarker, resolve_resume

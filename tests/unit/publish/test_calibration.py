@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from rlq.bridge.diagnostics.gap import gap_attribution
 from rlq.errors import ConfigError
 from rlq.formats.schemes import Scheme
-from rlq.publish.make import snapshot
+from rlq.publish import snapshot
 from rlq.recipes.statistics import cache_amax
 from samplers.options import SamplerConfig
 from samplers.testing.reference import TransformersSampler

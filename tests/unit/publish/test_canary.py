@@ -10,7 +10,7 @@ from grpo_steps import build, reference_samplers
 from rlq.emulate.probe import Probe, teacher_forced
 from rlq.errors import ConfigError, SamplerError
 from rlq.formats.schemes import Scheme
-from rlq.publish.make import snapshot
+from rlq.publish import snapshot
 from trainers.options import QuantGRPOConfig
 from trainers.publish.canary import NOISE_EVERY, Canary
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from rlq.errors import SnapshotError
 from rlq.formats.schemes import Scheme
+from rlq.publish import Snapshot, delta, snapshot, tensor_digest
 from rlq.publish import codec as delta_codec
-from rlq.publish import delta
-from rlq.publish.make import Snapshot, snapshot, tensor_digest
 
 SCHEMES = ["fp8", "int8", "nvfp4", "mxfp4", "w4a16", "fp8_block", "bf16"]
 

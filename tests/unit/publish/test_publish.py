@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, LlamaCon
 
 from rlq.errors import ConfigError, SnapshotError
 from rlq.formats.schemes import Scheme
-from rlq.publish.make import (
+from rlq.publish import (
     ALIGN,
     MANIFEST,
     PackedSnapshot,

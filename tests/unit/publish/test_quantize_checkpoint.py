@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from rlq.cli.main import main
 from rlq.errors import ConfigError, SnapshotError
 from rlq.formats.schemes import PRESETS, Scheme
+from rlq.publish import MANIFEST, read_directory, snapshot
 from rlq.publish import convert as command
-from rlq.publish.make import MANIFEST, read_directory, snapshot
 from rlq.quantize import QuantizedTensor, quantize
 from rlq.quantize.quality import measure
 

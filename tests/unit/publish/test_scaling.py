@@ -5,8 +5,7 @@ import torch
 
 from rlq.formats.schemes import Scheme
 from rlq.plan.publishing import Rates, delta_bits, fan_out_rounds, publish
-from rlq.publish import delta
-from rlq.publish.make import Snapshot, tensor_digest
+from rlq.publish import Snapshot, delta, tensor_digest
 
 RATES = Rates(quantize=1e9, digest=1e9, copy=4e9, compare=1e9, stage=1e9, patch=5e8, network=1e9)
 

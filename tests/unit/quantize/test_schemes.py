@@ -5,7 +5,7 @@ import torch
 
 from rlq.errors import ConfigError, SnapshotError
 from rlq.formats.schemes import DEFAULT_IGNORE, PRESETS, LayerScheme, Scheme, TensorScheme, fused_siblings
-from rlq.publish.make import snapshot
+from rlq.publish import snapshot
 from rlq.quantize import QuantizedTensor
 from rlq.weights.quantize import check_scheme
 

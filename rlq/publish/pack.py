@@ -1,0 +1,45 @@
+"""A snapshot as one flat buffer."""
+
+import warnings
+
+import numpy as np
+import torch
+
+from ..formats.schemes import Scheme
+from .digest import as_bytes
+from .types import PackedSnapshot, Snapshot, TensorSpec
+
+ALIGN = 64
+"""Bytes; every tensor of a packed buffer starts at a multiple, for vector loads."""
+
+
+def pack(snap: Snapshot) -> PackedSnapshot:
+    """Copy a snapshot into one aligned buffer."""
+    entries, offset = [], 0
+    for name, tensor in snap.tensors.items():
+        spec = TensorSpec.of(tensor)
+        entries.append(
+            {"name": name, "dtype": spec.dtype, "shape": spec.shape, "offset": offset, "nbytes": tensor.nbytes}
+        )
+        offset += -(-tensor.nbytes // ALIGN) * ALIGN
+    buffer = np.empty(offset, dtype=np.uint8)
+    for entry, tensor in zip(entries, snap.tensors.values(), strict=True):
+        buffer[entry["offset"] : entry["offset"] + entry["nbytes"]] = as_bytes(tensor)
+    header = {"version": snap.version, "scheme": snap.scheme.to_dict(), "digest": snap.digest, "tensors": entries}
+    return PackedSnapshot(header, buffer)
+
+
+def unpack(packed: PackedSnapshot) -> Snapshot:
+    """View a packed snapshot's tensors without a copy; they must not be written to."""
+    header = packed.header
+    with warnings.catch_warnings():
+        # The store's buffer is read-only and torch has no read-only tensors; nobody writes to these.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        flat = torch.from_numpy(packed.buffer)
+    tensors = {
+        entry["name"]: flat[entry["offset"] : entry["offset"] + entry["nbytes"]]
+        .view(getattr(torch, entry["dtype"]))
+        .view(tuple(entry["shape"]))
+        for entry in header["tensors"]
+    }
+    return Snapshot(tensors, header["version"], Scheme.from_dict(header["scheme"]), header["digest"])
