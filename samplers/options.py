@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rlq.errors import ConfigError
 from rlq.formats.schemes import Scheme
+from rlq.recipes.base import build
 
 if TYPE_CHECKING:
     from .transport.base import Transport
@@ -83,6 +84,10 @@ class SamplerConfig:
             "help": "Round keys and values as they enter the cache: fp8, int8 or int4 per token and head, or with one "
             "scale per layer that is calibrated for every version (fp8.tensor and so on)."
         },
+    )
+    sampler_recipe: list[str] | None = field(
+        default=None,
+        metadata={"help": "What is done to weights besides rounding, as NAME or NAME:OPTION=VALUE; see rlq.recipes."},
     )
     num_samplers: int = field(default=2, metadata={"help": "Ray actors, one vLLM engine each."})
     sampler_num_cpus: float = field(default=1, metadata={"help": "CPUs per actor, also its thread count."})
@@ -168,12 +173,15 @@ class SamplerConfig:
         pairs = [pair.rpartition("=") for pair in self.sampler_per_layer or []]
         if any(not pattern for pattern, _, _ in pairs):
             raise ConfigError(f"sampler_per_layer is {self.sampler_per_layer}; write PATTERN=SCHEME")
+        recipe = self.sampler_recipe or ()
+        build(recipe)  # refuses unknown names and options
         return Scheme.preset(
             self.sampler_scheme,
             ignore=self.sampler_ignore,
             per_layer={pattern: scheme for pattern, _, scheme in pairs},
             kv_cache=self.sampler_kv_cache,
             static=self.sampler_static_activations or None,
+            recipe=recipe,
         )
 
     def engine(self) -> EngineOptions:

@@ -15,6 +15,7 @@ from rlq.bridge import Correction
 from rlq.errors import ConfigError, SamplerError
 from rlq.formats.schemes import Scheme
 from rlq.publish import snapshot, write_directory
+from rlq.recipes.statistics import Statistics
 from rlq.types import Sampler
 
 from .checkpoints import CheckpointMarker
@@ -132,9 +133,9 @@ def train(plan: LearnerPlan, samplers: Sampler | None) -> None:
     finally:
         trainer.vllm_generation.close()
     state: Any = trainer.accelerator.get_state_dict(trainer.model) if trainer.accelerator.num_processes > 1 else None
-    amax = calibrate(trainer, plan.scheme)
+    statistics = calibrate(trainer, plan.scheme)
     if main:
-        save_final(trainer, plan, state, amax)
+        save_final(trainer, plan, state, statistics)
         history = [r for r in records.load(plan.run_dir / records.FILE) if "loss" in r]
         curves.plot_curves({plan.run_dir.name: history}, plan.run_dir / "curves.png")
         from rich.console import Console
@@ -149,7 +150,7 @@ def save_final(
     trainer: QuantGRPOTrainer,
     plan: LearnerPlan,
     state: dict[str, torch.Tensor] | None,
-    amax: dict[str, float] | None,
+    statistics: Statistics | None,
 ) -> None:
     """Write the trained policy in bf16, and as samplers serve it."""
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
@@ -165,4 +166,4 @@ def save_final(
         quantized = plan.run_dir / f"final-{plan.scheme.name}"
         named = state.items() if state else model.named_parameters()
         tokenizer.save_pretrained(quantized)
-        write_directory(snapshot(named, plan.scheme, version, amax), quantized, config)
+        write_directory(snapshot(named, plan.scheme, version, statistics), quantized, config)

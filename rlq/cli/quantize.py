@@ -10,6 +10,7 @@ from rich.table import Table
 from ..errors import ConfigError
 from ..formats.schemes import PRESETS, Scheme
 from ..publish.convert import QuantizedWeight, quantize_checkpoint
+from ..recipes.base import needs
 from .main import Outcome
 
 
@@ -23,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--per-layer", action="append", default=[], metavar="PATTERN=NAME", help="another scheme for matching modules"
+    )
+    parser.add_argument(
+        "--recipe", action="append", default=[], metavar="NAME", help="what is done to weights besides rounding"
     )
     parser.add_argument(
         "--calibration", type=Path, metavar="FILE", help="texts, one a line, for static activation scales"
@@ -49,9 +53,10 @@ def _scheme(args: argparse.Namespace) -> Scheme:
     scheme = Scheme.preset(args.scheme, per_layer=per_layer)
     ignore = [*scheme.ignore, *(args.ignore or [])]
     static = scheme.static or (args.calibration is not None and scheme.name == "nvfp4")
-    if args.calibration is not None and not static:
+    scheme = Scheme.preset(args.scheme, ignore=ignore, per_layer=per_layer, static=static, recipe=args.recipe)
+    if args.calibration is not None and not needs(scheme):
         raise ConfigError(f"scheme {scheme.name!r} has no static scales to calibrate; leave --calibration out")
-    return Scheme.preset(args.scheme, ignore=ignore, per_layer=per_layer, static=static)
+    return scheme
 
 
 def _print(rows: list[QuantizedWeight], totals: dict) -> None:

@@ -1,6 +1,5 @@
 """A transformers model that computes what a sampler computes: dequantized weights, rounded activations and caches."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +7,7 @@ import torch
 from ..formats.schemes import LayerScheme, Scheme
 from ..publish.types import Snapshot
 from ..quantize import QuantizedTensor
+from ..weights.hooks import add_cache_scales, attentions, cache_through
 from ..weights.quantize import CACHE_SCALES, INPUT_GLOBAL_SCALE, INPUT_SCALE
 from .linear import emulated_linear, quantize_heads
 
@@ -42,32 +42,6 @@ def emulate(model: Any, scheme: Scheme) -> None:
             model.set_submodule(name, EmulatedLinear(module, layer))
     if scheme.kv_cache is not None:
         _emulate_cache(model, scheme.kv_cache, scheme.calibrated_cache)
-
-
-def attentions(model: torch.nn.Module) -> dict[str, Any]:
-    """Attention modules by name; transformers tells them their place among the layers."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if name.endswith(("attn", "attention")) and isinstance(getattr(module, "layer_idx", None), int)
-    }
-
-
-def cache_through(change: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """An empty cache of transformers whose keys and values, and the layer's index, pass through `change` first."""
-    from transformers import DynamicCache
-
-    cache: Any = DynamicCache()
-    store = cache.update
-    cache.update = lambda keys, values, layer, *rest, **more: store(*change(keys, values, layer), layer, *rest, **more)
-    return cache
-
-
-def add_cache_scales(module: torch.nn.Module) -> None:
-    """Give an attention layer the parameters that its published `k_scale` and `v_scale` are loaded into."""
-    for leaf in CACHE_SCALES:
-        scale = torch.nn.Parameter(torch.ones(1, dtype=torch.float32), requires_grad=False)
-        module.register_parameter(leaf, scale)
 
 
 def _emulate_cache(model: Any, kv_cache: str, calibrated: bool) -> None:

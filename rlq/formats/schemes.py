@@ -132,6 +132,8 @@ class Scheme:
     """(pattern, preset) pairs for modules that get another preset; the first pattern that matches counts."""
     kv_cache: str | None = None
     """Format of cached keys and values, one of `KV_CACHES`; None leaves them alone."""
+    recipe: tuple[str, ...] = ()
+    """What is done to the weights besides rounding, such as `smooth:alpha=0.5`; see `rlq.recipes.base`."""
 
     @classmethod
     def preset(
@@ -142,6 +144,7 @@ class Scheme:
         per_layer: Mapping[str, str] | None = None,
         kv_cache: str | None = None,
         static: bool | None = None,
+        recipe: Iterable[str] = (),
     ) -> "Scheme":
         """Look a preset up and set its options.
 
@@ -151,6 +154,7 @@ class Scheme:
             per_layer: module pattern to preset.
             kv_cache: one of `KV_CACHES`.
             static: calibrated instead of dynamic activation scales, for schemes with one that spans the input.
+            recipe: recipe texts, in the order in which they are applied.
 
         Raises:
             ConfigError: an unknown name (the message lists the closest), a pattern that is not a regular expression, or
@@ -165,7 +169,7 @@ class Scheme:
         static = scheme.static if static is None else static
         if static and (scheme.activations is None or str(scheme.activations) not in STATIC):
             raise ConfigError(f"scheme {name!r} has no static form; those of {', '.join(STATIC)} activations have")
-        scheme = replace(scheme, per_layer=pairs, kv_cache=kv_cache, static=static)
+        scheme = replace(scheme, per_layer=pairs, kv_cache=kv_cache, static=static, recipe=tuple(recipe))
         scheme = scheme if ignore is None else replace(scheme, ignore=tuple(ignore))
         for pattern in scheme._patterns():
             _compile(pattern)
@@ -224,6 +228,12 @@ class Scheme:
                         f"the dot in {option} pattern {pattern!r} also matches {extra[0]!r}; write {literal!r}"
                     )
 
+    def __str__(self) -> str:
+        options = [f"{key} {value}" for key, value in self.to_dict().items() if key not in ("name", "ignore")]
+        if self.ignore != DEFAULT_IGNORE:
+            options.append(f"ignore {list(self.ignore)}")
+        return f"{self.name} ({', '.join(options)})" if options else self.name
+
     def _patterns(self) -> list[str]:
         """The caller's own patterns; the defaults name what a model may or may not have."""
         return [p for p in self.ignore if p not in DEFAULT_IGNORE] + [pattern for pattern, _ in self.per_layer]
@@ -237,12 +247,14 @@ class Scheme:
             data["kv_cache"] = self.kv_cache
         if self.static:
             data["static"] = True
+        if self.recipe:
+            data["recipe"] = list(self.recipe)
         return data
 
     @classmethod
     def from_dict(cls, data: dict) -> "Scheme":
         """Inverse of `to_dict`."""
-        options = {key: data[key] for key in ("ignore", "per_layer", "kv_cache", "static") if key in data}
+        options = {key: data[key] for key in ("ignore", "per_layer", "kv_cache", "static", "recipe") if key in data}
         return cls.preset(data["name"], **options)
 
 

@@ -21,12 +21,14 @@ from ..files import directory_renamed
 from ..formats.schemes import Scheme
 from ..quantize import QuantizedTensor
 from ..quantize.quality import Quality, measure
-from ..recipes.statistics import calibrate_checkpoint
+from ..recipes.base import build, needs, transform
+from ..recipes.statistics import Statistics, calibrate_checkpoint
 from ..weights.compressed_tensors import checkpoint_config, unreadable
 from ..weights.files import INDEX, CheckpointFiles
 from ..weights.quantize import check_scheme, quantize_weights
 from .digest import combined_digest, own_digest
 from .directory import write_manifest
+from .make import rounding
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", INDEX)
 
@@ -50,13 +52,13 @@ class QuantizedWeight:
 def quantize_checkpoint(
     model: Path, out: Path, scheme: Scheme, calibration: Path | None = None
 ) -> tuple[list[QuantizedWeight], dict]:
-    """Write the quantized checkpoint; memory holds one shard of the result and one tensor at a time.
+    """Write the quantized checkpoint; memory holds one shard of it and one tensor, with recipes the whole model.
 
     Args:
         model: bf16, fp16 or fp32 checkpoint.
         out: destination, absent or empty.
         scheme: model scheme.
-        calibration: texts for static activation scales.
+        calibration: texts for static activation scales and for recipes that need statistics.
 
     Returns:
         One row per quantized weight, and totals in bytes.
@@ -70,9 +72,11 @@ def quantize_checkpoint(
     _check_types(files)
     check_scheme(scheme, files.shapes)
     _check_destination(model, out)
-    if scheme.calibrated_inputs and calibration is None:
-        raise ConfigError(f"scheme {scheme.name!r} has static activation scales; pass --calibration FILE")
-    input_amax = calibrate_checkpoint(model, calibration) if calibration is not None else None
+    weights = _Part(files, list(files))
+    statistics = _statistics(model, scheme, calibration)
+    recipes = build(scheme.recipe)
+    if recipes:
+        weights = transform(recipes, dict(weights), statistics)
     rows: list[QuantizedWeight] = []
     own: dict[str, bytes] = {}
     where: dict[str, str] = {}
@@ -82,10 +86,11 @@ def quantize_checkpoint(
         task = bar.add_task(scheme.name, total=len(files))
         for shard in files.shards:
             done: dict[str, torch.Tensor] = {}
-            for name, wire in quantize_weights(_Shard(files, shard), scheme, input_amax):
+            part = _Part(weights, files.shards[shard])
+            for name, wire in quantize_weights(part, scheme, statistics.input_amax, rounding(recipes, statistics)):
                 done |= wire
                 if len(wire) > 1:
-                    rows.append(_row(name, files[name], wire, scheme))
+                    rows.append(_row(name, part[name], wire, scheme))
                 bar.advance(task)
             own |= {name: own_digest(name, tensor) for name, tensor in done.items()}
             where |= dict.fromkeys(done, shard)
@@ -104,20 +109,19 @@ def quantize_checkpoint(
     return rows, totals
 
 
-class _Shard(Mapping[str, torch.Tensor]):
-    """The tensors of one shard in bf16; others can be looked up too: fused layers share scales across shards."""
+class _Part(Mapping[str, torch.Tensor]):
+    """Some tensors of a model in bf16; all can be looked up, because fused layers share scales across shards."""
 
-    def __init__(self, files: CheckpointFiles, shard: str):
-        self.files, self.names = files, files.shards[shard]
+    def __init__(self, weights: Mapping[str, torch.Tensor], names: list[str]):
+        self.weights = weights
+        self.names = names
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        tensor = self.files[name]
-        if tensor.is_floating_point():
-            tensor = tensor.to(torch.bfloat16)
-        return tensor
+        tensor = self.weights[name]
+        return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
 
     def __contains__(self, name: object) -> bool:
-        return name in self.files
+        return name in self.weights
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -126,13 +130,20 @@ class _Shard(Mapping[str, torch.Tensor]):
         return len(self.names)
 
 
+def _statistics(model: Path, scheme: Scheme, calibration: Path | None) -> Statistics:
+    wanted = needs(scheme) - {"cache_amax"}  # a checkpoint says nothing about a cache
+    if wanted and calibration is None:
+        raise ConfigError(f"scheme '{scheme}' reads statistics of activations; pass --calibration FILE")
+    return Statistics() if calibration is None else calibrate_checkpoint(model, calibration, wanted)
+
+
 def _row(name: str, weight: torch.Tensor, wire: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantizedWeight:
     module = name.removesuffix(".weight")
     tensor_scheme = scheme.for_module(module)
     assert tensor_scheme is not None
     own = {full.removeprefix(f"{module}."): tensor for full, tensor in wire.items()}
     q = QuantizedTensor.from_wire(own, tensor_scheme, weight.shape[1])
-    quality = measure(weight.to(torch.bfloat16), q)
+    quality = measure(weight, q)
     return QuantizedWeight(name, str(tensor_scheme), weight.numel() * 2, q.nbytes, quality)
 
 

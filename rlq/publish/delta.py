@@ -158,7 +158,7 @@ def encode(base: Snapshot, new: Snapshot) -> bytes:
         SnapshotError: the two differ in scheme, names, dtypes or shapes.
     """
     if base.scheme != new.scheme:
-        raise SnapshotError(f"a delta from {base.scheme.name!r} to {new.scheme.name!r} is not possible; send it whole")
+        raise SnapshotError(f"a delta from '{base.scheme}' to '{new.scheme}' is not possible; send it whole")
     check_specs(new.specs, base.specs)
     parts: list[Part] = []
     payloads: list[bytes] = []

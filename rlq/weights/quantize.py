@@ -1,6 +1,6 @@
 """Quantize the weights of a whole model, one tensor at a time, in the layout of compressed-tensors checkpoints."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -8,6 +8,7 @@ from ..errors import ConfigError, SnapshotError
 from ..formats.schemes import EMBEDDINGS, LayerScheme, Scheme, TensorScheme, fused_siblings
 from ..quantize.dispatch import largest_magnitude, quantize
 from ..quantize.reference import spans_tensor, tensor_scale
+from ..quantize.tensor import QuantizedTensor
 from .canonical import check_finite
 
 # Calibrated scale of a layer's input: the suffix depends on whether it is the scale itself or NVFP4's divisor.
@@ -43,8 +44,22 @@ def check_scheme(scheme: Scheme, shapes: Mapping[str, torch.Size]) -> None:
                 )
 
 
+Rounding = Callable[[str, torch.Tensor, TensorScheme, torch.Tensor | None], QuantizedTensor]
+"""Quantizes a weight, given its name, its scheme and the magnitude that fused layers share, or None."""
+
+
+def round_to_nearest(
+    name: str, weight: torch.Tensor, scheme: TensorScheme, amax: torch.Tensor | None
+) -> QuantizedTensor:
+    """The default `Rounding`."""
+    return quantize(weight, scheme, amax=amax)
+
+
 def quantize_weights(
-    weights: Mapping[str, torch.Tensor], scheme: Scheme, input_amax: Mapping[str, float] | None = None
+    weights: Mapping[str, torch.Tensor],
+    scheme: Scheme,
+    input_amax: Mapping[str, float] | None = None,
+    rounding: Rounding = round_to_nearest,
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     """Quantize every weight that the scheme names; the others pass through.
 
@@ -53,7 +68,8 @@ def quantize_weights(
     Args:
         weights: bf16, fp16 or fp32 tensors by name; read one at a time, so a mapping over files keeps memory low.
         scheme: model scheme that has passed `check_scheme`.
-        input_amax: largest magnitude of the input of each linear module, from `rlq.recipes.statistics`, if static.
+        input_amax: largest magnitude of the input of each linear module, if static; see `rlq.recipes.statistics`.
+        rounding: how one weight is quantized.
 
     Yields:
         Each name with its wire tensors by full name: codes and scales, or the tensor itself.
@@ -79,7 +95,7 @@ def quantize_weights(
                     joint[group] = torch.cat([largest_magnitude(weights[f"{s}.weight"]) for s in group]).max()
                 amax = joint[group]
         try:
-            wire = quantize(weight, layer.weights, amax=amax).to_wire()
+            wire = rounding(name, weight, layer.weights, amax).to_wire()
         except SnapshotError:
             fused = [f"{sibling}.weight" for sibling in (module, *fused_siblings(module))]
             check_finite({n: weights[n] for n in fused if n in weights})  # says whose values they are
@@ -89,28 +105,27 @@ def quantize_weights(
         yield name, {f"{module}.{suffix}": tensor for suffix, tensor in wire.items()}
 
 
-def cache_scales(scheme: Scheme, amax: Mapping[str, float]) -> dict[str, torch.Tensor]:
+def cache_scales(scheme: Scheme, amax: Mapping[str, tuple[float, float]]) -> dict[str, torch.Tensor]:
     """Wire tensors of a cache with calibrated scales: `<attention>.k_scale` and `.v_scale`, fp32 (1,).
 
     Args:
         scheme: model scheme with `calibrated_cache`.
-        amax: from `rlq.recipes.statistics.cache_amax`, among others.
+        amax: largest magnitudes of keys and values by attention module.
 
     Raises:
         ConfigError: nothing was calibrated.
     """
     assert scheme.kv_cache is not None
     tensor = TensorScheme.parse(scheme.kv_cache)
-    found = {
-        f"{name.removesuffix('_cache')}_scale": tensor_scale(torch.tensor([value], dtype=torch.float32), tensor)
-        for name, value in amax.items()
-        if name.endswith(("k_cache", "v_cache"))
-    }
-    if not found:
+    if not amax:
         raise ConfigError(
             f"kv_cache {scheme.kv_cache!r} needs calibrated keys and values; calibrate, or scale per token"
         )
-    return found
+    return {
+        f"{module}.{leaf}": tensor_scale(torch.tensor([value], dtype=torch.float32), tensor)
+        for module, pair in amax.items()
+        for leaf, value in zip(CACHE_SCALES, pair, strict=True)
+    }
 
 
 def _input_scale(module: str, layer: LayerScheme, input_amax: Mapping[str, float]) -> dict[str, torch.Tensor]:

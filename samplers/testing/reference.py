@@ -2,17 +2,20 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from rlq.emulate.model import attentions, emulate, load_snapshot
+from rlq.emulate.model import emulate, load_snapshot
 from rlq.emulate.probe import Probe, teacher_forced
 from rlq.errors import SamplerError, SnapshotError
 from rlq.formats.schemes import Scheme
 from rlq.publish import Snapshot, check_specs, snapshot
+from rlq.recipes.statistics import Statistics
 from rlq.types import InstallReport, Request, Rollout, Sampling
+from rlq.weights.hooks import attentions, linears
 
 
 class TransformersSampler:
@@ -36,10 +39,11 @@ class TransformersSampler:
         self.proof: dict[str, float] = {}
         self.version: int | None = None
         self._interrupted: int | None = None
-        # Only names and shapes matter here, so any calibration does.
-        amax = {name: 1.0 for name, module in self.model.named_modules() if isinstance(module, torch.nn.Linear)}
-        amax |= {f"{name}.{kind}_cache": 1.0 for name in attentions(self.model) for kind in "kv"}
-        self.specs = snapshot(self.model.named_parameters(), scheme, 0, amax).specs
+        # Only names and shapes matter here, so any calibration does, and no recipe changes them.
+        statistics = Statistics(
+            dict.fromkeys(linears(self.model), 1.0), dict.fromkeys(attentions(self.model), (1.0, 1.0))
+        )
+        self.specs = snapshot(self.model.named_parameters(), replace(scheme, recipe=()), 0, statistics).specs
         emulate(self.model, scheme)
 
     def ship(self, snap: Snapshot) -> None:
@@ -50,7 +54,7 @@ class TransformersSampler:
         """Serve `snap`; see `rlq.types.Sampler`."""
         if snap.scheme != self.scheme:
             raise SnapshotError(
-                f"snapshot is {snap.scheme.name!r}, this sampler serves {self.scheme.name!r}; start one per scheme"
+                f"snapshot is '{snap.scheme}', this sampler serves '{self.scheme}'; start one per scheme"
             )
         check_specs(snap.specs, self.specs)
         start = time.perf_counter()

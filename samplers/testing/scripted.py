@@ -79,7 +79,7 @@ class ScriptedEngine:
                 raise SnapshotError("a delta has no base here; send it whole")
             version = version.apply(self.served)
         if version.scheme != self.scheme:
-            raise SnapshotError(f"snapshot is {version.scheme.name!r}, this sampler serves {self.scheme.name!r}")
+            raise SnapshotError(f"snapshot is '{version.scheme}', this sampler serves '{self.scheme}'")
         check_specs(version.specs, self.script.specs)
         self._act("stage", version.version)
         return version

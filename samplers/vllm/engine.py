@@ -184,7 +184,7 @@ class VllmSampler:
             number, digest, scheme = version.info.version, version.info.digest, version.info.scheme
         if scheme != self.scheme:
             raise SnapshotError(
-                f"version {number} is {scheme.name!r}, this sampler serves {self.scheme.name!r}; start one per scheme"
+                f"version {number} is '{scheme}', this sampler serves '{self.scheme}'; start one per scheme"
             )
         staged = Staged(number, digest, len(self.specs), self._commits)
         if self._shards is not None:

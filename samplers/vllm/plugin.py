@@ -7,9 +7,9 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from rlq.emulate.linear import quantize_heads
-from rlq.emulate.model import add_cache_scales
 from rlq.formats.schemes import Scheme
 from rlq.weights.compressed_tensors import RLQ_METHOD
+from rlq.weights.hooks import add_cache_scales
 from rlq.weights.quantize import CACHE_SCALES
 
 from .linear_method import EmulatedLinearMethod

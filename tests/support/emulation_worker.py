@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from rlq.emulate.model import attentions
 from rlq.errors import SnapshotError
 from rlq.formats.schemes import Scheme
 from rlq.publish import Snapshot, delta, own_digest, snapshot, tensor_digest
+from rlq.recipes.statistics import Statistics
 from rlq.types import Request, Rollout, Sampling
+from rlq.weights.hooks import attentions, linears
 from samplers.options import EngineOptions
 from samplers.testing.reference import TransformersSampler
 from samplers.vllm.cpu_head import PackedProduct
@@ -52,10 +53,9 @@ def model(seed: int, config: Any = CONFIG):
     return policy
 
 
-def magnitudes(policy: Any) -> dict[str, float]:
+def statistics(policy: Any, amax: float = 3.0) -> Statistics:
     """What calibration might find, for schemes with static scales."""
-    amax = {name: 3.0 for name, module in policy.named_modules() if isinstance(module, torch.nn.Linear)}
-    return amax | {f"{name}.{kind}_cache": 3.0 for name in attentions(policy) for kind in "kv"}
+    return Statistics(dict.fromkeys(linears(policy), amax), dict.fromkeys(attentions(policy), (amax, amax)))
 
 
 def couples_batch(scheme: Scheme) -> bool:
@@ -75,7 +75,7 @@ def stepwise_score(reference: TransformersSampler, rollout: Rollout) -> torch.Te
 
 
 @torch.no_grad()
-def deltas_leave_what_a_whole_version_does(engine: VllmSampler, policy: Any, base: Snapshot, amax: dict) -> bool:
+def deltas_leave_what_a_whole_version_does(engine: VllmSampler, policy: Any, base: Snapshot) -> bool:
     """Twenty versions as deltas, then the last one whole: every parameter, derived ones too, has to be the same."""
     last = base
     for version in range(RELOADS, RELOADS + 20):
@@ -88,7 +88,7 @@ def deltas_leave_what_a_whole_version_does(engine: VllmSampler, policy: Any, bas
                 parameter[[3, 17, 30], 5:25] = changed
             else:
                 parameter.copy_(changed)
-        now = snapshot(policy.named_parameters(), base.scheme, version, {n: a + version // 2 for n, a in amax.items()})
+        now = snapshot(policy.named_parameters(), base.scheme, version, statistics(policy, 3.0 + version // 2))
         engine.commit(engine.stage(delta.open_delta(delta.encode(last, now))))
         last = now
 
@@ -166,9 +166,8 @@ def main() -> None:
     options = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
     scheme = Scheme.preset(sys.argv[1], **options)
     policies = [model(seed) for seed in range(2)]
-    amax = magnitudes(policies[0])
     engine = VllmSampler(CONFIG.to_dict(), scheme=scheme, options=EngineOptions(max_model_len=64))
-    snaps = [snapshot(p.named_parameters(), scheme, v, amax) for v, p in enumerate(policies)]
+    snaps = [snapshot(p.named_parameters(), scheme, v, statistics(p)) for v, p in enumerate(policies)]
     digests = []
     for reload in range(RELOADS):
         digests.append(engine.install(snaps[reload % 2]).digest == snaps[reload % 2].digest)
@@ -183,7 +182,7 @@ def main() -> None:
     gaps = torch.cat([(score(reference, r) - torch.tensor(r.logprobs)).abs() for r in rollouts])
     plain = TransformersSampler(CONFIG.to_dict(), scheme=Scheme.preset("bf16"))
     plain.install(snapshot(policies[version].named_parameters(), plain.scheme, version))
-    deltas = deltas_leave_what_a_whole_version_does(engine, policies[version], snaps[version], amax)
+    deltas = deltas_leave_what_a_whole_version_does(engine, policies[version], snaps[version])
     staged = two_tensors_of_a_module_are_staged() and heads_multiply_alike(engine)
     staged = staged and touched_modules_are_whole(engine, snaps)
     kl = torch.cat([torch.tensor(r.logprobs) - plain.score(r) for r in rollouts])

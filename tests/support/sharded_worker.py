@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 
 import torch
-from emulation_worker import magnitudes, model
+from emulation_worker import model, statistics
 from transformers import LlamaConfig
 
 from rlq.errors import SnapshotError
@@ -57,9 +57,8 @@ def spoil(model: torch.nn.Module) -> None:
 def main() -> None:
     scheme = Scheme.preset(sys.argv[1], **(json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}))
     policies = [model(seed, CONFIG) for seed in range(2)]
-    amax = magnitudes(policies[0])
     engine = VllmSampler(CONFIG.to_dict(), scheme=scheme, options=EngineOptions(max_model_len=64, tensor_parallel=2))
-    snaps = [snapshot(p.named_parameters(), scheme, v, amax) for v, p in enumerate(policies)]
+    snaps = [snapshot(p.named_parameters(), scheme, v, statistics(p)) for v, p in enumerate(policies)]
     digests = [engine.install(snaps[i % 2]).digest == snaps[i % 2].digest == engine.digest() for i in range(4)]
     rollouts = engine.generate(REQUESTS, SAMPLING, 1)
     reference = TransformersSampler(CONFIG.to_dict(), scheme=scheme)

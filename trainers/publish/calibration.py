@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlq.formats.schemes import Scheme
-from rlq.recipes.statistics import cache_amax, input_amax
+from rlq.recipes.base import needs
+from rlq.recipes.statistics import Statistics, collect
 
 if TYPE_CHECKING:
     from ..grpo import QuantGRPOTrainer
@@ -22,8 +23,8 @@ def first_prompts(trainer: "QuantGRPOTrainer", count: int, longest: int) -> list
     return [prompt[:longest] for prompt in trainer._tokenize_prompts(rows)[0]]
 
 
-def calibrate(trainer: "QuantGRPOTrainer", scheme: Scheme) -> dict[str, float] | None:
-    """Largest magnitudes under the learner as it is, as `snapshot` takes them; None if nothing is static.
+def calibrate(trainer: "QuantGRPOTrainer", scheme: Scheme) -> Statistics | None:
+    """Statistics of the learner as it is, as `snapshot` takes them; None if neither scheme nor recipes read any.
 
     The same prompts every time, so that a resumed run publishes what it would have published. All ranks enter, because
     a sharded model computes on all of them.
@@ -31,7 +32,8 @@ def calibrate(trainer: "QuantGRPOTrainer", scheme: Scheme) -> dict[str, float] |
     Raises:
         ConfigError: something that is not finite.
     """
-    if not (scheme.calibrated_inputs or scheme.calibrated_cache):
+    wanted = needs(scheme)
+    if not wanted:
         return None
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     prompts = first_prompts(trainer, trainer.args.calibration_prompts, LONGEST)
@@ -40,7 +42,6 @@ def calibrate(trainer: "QuantGRPOTrainer", scheme: Scheme) -> dict[str, float] |
     training = model.training
     model.eval()
     try:
-        inputs = input_amax(model, batches) if scheme.calibrated_inputs else {}
-        return inputs | (cache_amax(model, batches) if scheme.calibrated_cache else {})
+        return collect(model, batches, wanted)
     finally:
         model.train(training)

@@ -23,6 +23,7 @@ from rlq.emulate.probe import Probe
 from rlq.errors import RlqError, SamplerError
 from rlq.formats.schemes import Scheme
 from rlq.publish import Snapshot, snapshot
+from rlq.recipes.statistics import Statistics
 from rlq.types import Request, Rollout, Sampler, Sampling
 
 from ..publish.calibration import calibrate
@@ -107,11 +108,11 @@ class SamplerGeneration:
         version = self.trainer.state.global_step
         scheme = self._on_main(lambda: self.samplers.scheme)  # type: ignore[union-attr]  # rank 0 has samplers
         start = time.perf_counter()
-        amax = calibrate(self.trainer, scheme)
-        if amax is not None:
+        statistics = calibrate(self.trainer, scheme)
+        if statistics is not None:
             self.trainer.log_rlq({"time/calibrate_s": time.perf_counter() - start})
         named = self._named_tensors()
-        self._on_main(lambda: self._publish(named, version, amax))
+        self._on_main(lambda: self._publish(named, version, statistics))
         self.version, self.calls = version, Counter()
 
     def _named_tensors(self):
@@ -123,12 +124,12 @@ class SamplerGeneration:
         tied = set(getattr(model, "all_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
         return [(name, tensor) for name, tensor in state.items() if name not in tied]
 
-    def _publish(self, named, version: int, amax: dict[str, float] | None) -> None:
+    def _publish(self, named, version: int, statistics: Statistics | None) -> None:
         """Quantize now, while the learner stands still; install behind what the samplers are busy with."""
         self._finish_install()  # one version under way bounds what is held in memory
         start = time.perf_counter()
         assert self.samplers is not None
-        snap = snapshot(named, self.samplers.scheme, version, amax)
+        snap = snapshot(named, self.samplers.scheme, version, statistics)
         quantize_s = time.perf_counter() - start
         self.samplers.ship(snap)  # beside the canary, and beside what is being sampled
         if self._aborts and self.version not in (None, version):

@@ -12,7 +12,7 @@ from rlq.bridge.diagnostics.gap import gap_attribution
 from rlq.errors import ConfigError
 from rlq.formats.schemes import Scheme
 from rlq.publish import snapshot
-from rlq.recipes.statistics import cache_amax
+from rlq.recipes.statistics import KINDS, Statistics, collect
 from samplers.options import SamplerConfig
 from samplers.testing.reference import TransformersSampler
 from trainers.options import QuantGRPOConfig
@@ -53,14 +53,17 @@ def test_calibration_looks_at_the_learner_as_it_is_and_leaves_it_as_it_was(sampl
     found = calibrate(trainer, STATIC)
     prompts = [trainer.train_dataset[i]["prompt"] for i in range(3)]
     alone = largest_inputs(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32), prompts)
-    assert found == pytest.approx(alone, rel=1e-5), "prompts of one length are one batch, summed in another order"
+    assert found is not None
+    assert found.input_amax == pytest.approx(alone, rel=1e-5), "prompts of one length are one batch"
     assert trainer.model.training
     assert torch.equal(before, torch.get_rng_state())
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.mul_(1.5)
-    assert calibrate(trainer, STATIC) != found
+    again = calibrate(trainer, STATIC)
+    assert again is not None
+    assert again.input_amax != found.input_amax
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_tensor", "nvfp4", "bf16"])
@@ -83,8 +86,8 @@ def test_a_run_publishes_scales_of_its_own_versions(name, samplers, tmp_path):
     install = inner.install
 
     def note(snap, probe=None):
-        amax = calibrate(trainer, snap.scheme)
-        expected = snapshot(trainer.model.named_parameters(), snap.scheme, snap.version, amax)
+        statistics = calibrate(trainer, snap.scheme)
+        expected = snapshot(trainer.model.named_parameters(), snap.scheme, snap.version, statistics)
         assert expected.digest == snap.digest
         published.append(
             {n: t.clone() for n, t in snap.tensors.items() if n.endswith(("input_scale", "input_global_scale"))}
@@ -145,23 +148,46 @@ def cached(model: Any, prompts: list[list[int]]) -> list[list[torch.Tensor]]:
 def test_keys_and_values_are_calibrated_as_they_are_cached():
     model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     prompts = [[3, 4, 5, 44], [9, 9, 12, 3, 7, 44]]
-    found = cache_amax(model, [torch.tensor([prompt]) for prompt in prompts])
+    batches = [torch.tensor([prompt]) for prompt in prompts]
+    found = collect(model, batches, {"cache_amax"}).cache_amax
     held = cached(model, prompts)
     expected = [float(max(a.abs().max(), b.abs().max())) for a, b in zip(*held, strict=True)]
-    assert list(found.values()) == expected
-    assert list(found)[:2] == ["model.layers.0.self_attn.k_cache", "model.layers.0.self_attn.v_cache"]
+    assert [amax for pair in found.values() for amax in pair] == expected
+    assert list(found)[:2] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
     with pytest.raises(ConfigError, match="saw no keys and values"):
-        cache_amax(model, [])
+        collect(model, [], {"cache_amax"})
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[0, 0] = float("nan")
-    with pytest.raises(ConfigError, match=r"layers\.1\.self_attn\.k_cache' is not finite on the calibration texts"):
-        cache_amax(model, [torch.tensor([prompt]) for prompt in prompts])
+    with pytest.raises(ConfigError, match=r"the keys of 'model\.layers\.1\.self_attn' is not finite"):
+        collect(model, batches, {"cache_amax"})
+
+
+def test_one_walk_finds_what_separate_walks_find():
+    model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    batches = [torch.tensor([[3, 4, 5, 44], [7, 8, 9, 44]]), torch.tensor([[9, 9, 12, 3, 7, 44]])]
+    found = collect(model, batches, KINDS)
+    assert found.input_amax == collect(model, batches, {"input_amax"}).input_amax
+    assert found.cache_amax == collect(model, batches, {"cache_amax"}).cache_amax
+    name = "model.layers.1.mlp.down_proj"
+    rows: list[torch.Tensor] = []
+    hook = model.get_submodule(name).register_forward_pre_hook(lambda _, args: rows.append(args[0].flatten(0, 1)))
+    with torch.no_grad():
+        for batch in batches:
+            model(input_ids=batch)
+    hook.remove()
+    x = torch.cat(rows)
+    assert torch.equal(found.channel_amax[name], x.abs().amax(0))
+    assert float(found.channel_amax[name].max()) == found.input_amax[name]
+    torch.testing.assert_close(found.hessian[name], x.T @ x / len(x))
+    assert not collect(model, batches, {"channel_amax"}).input_amax, "only what was asked for"
+    with pytest.raises(ConfigError, match="unknown statistics variance"):
+        collect(model, batches, {"variance"})
 
 
 def test_one_scale_for_all_keys_of_a_layer_and_one_for_all_values():
     model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    amax = {f"model.layers.{i}.self_attn.{kind}_cache": 0.5 + i for i in range(4) for kind in "kv"}
-    snap = snapshot(model.named_parameters(), CACHED, 0, amax)
+    statistics = Statistics(cache_amax={f"model.layers.{i}.self_attn": (0.5 + i, 0.5 + i) for i in range(4)})
+    snap = snapshot(model.named_parameters(), CACHED, 0, statistics)
     assert snap.tensors["model.layers.2.self_attn.k_scale"].tolist() == pytest.approx([2.5 / 448])
     twin: Any = TransformersSampler(CONFIG, CACHED)
     twin.install(snap)

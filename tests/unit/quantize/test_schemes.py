@@ -7,6 +7,7 @@ from rlq.errors import ConfigError, SnapshotError
 from rlq.formats.schemes import DEFAULT_IGNORE, PRESETS, LayerScheme, Scheme, TensorScheme, fused_siblings
 from rlq.publish import snapshot
 from rlq.quantize import QuantizedTensor
+from rlq.recipes.statistics import Statistics
 from rlq.weights.quantize import check_scheme
 
 # The contract's table: preset, weights, activations.
@@ -156,11 +157,11 @@ def test_static_scales_need_calibration_and_are_shared_by_fused_layers():
     scheme = Scheme.preset("fp8_static")
     with pytest.raises(ConfigError, match="calibrat"):
         snapshot(weights().items(), scheme, 0)
-    amax = {name: 4.48 for name in LINEARS} | {"model.layers.0.self_attn.k_proj": 8.96}
-    tensors = snapshot(weights().items(), scheme, 0, amax).tensors
+    statistics = Statistics({name: 4.48 for name in LINEARS} | {"model.layers.0.self_attn.k_proj": 8.96})
+    tensors = snapshot(weights().items(), scheme, 0, statistics).tensors
     scales = [tensors[f"model.layers.0.self_attn.{leaf}.input_scale"].item() for leaf in ("q_proj", "k_proj", "v_proj")]
     assert scales == [pytest.approx(0.02)] * 3
-    nvfp4 = snapshot(weights().items(), Scheme.preset("nvfp4", static=True), 0, amax).tensors
+    nvfp4 = snapshot(weights().items(), Scheme.preset("nvfp4", static=True), 0, statistics).tensors
     assert nvfp4["model.layers.0.mlp.down_proj.input_global_scale"].item() == pytest.approx(2688 / 4.48)
 
 
