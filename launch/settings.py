@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from rlq.bridge.correction.options import BridgeConfig
+from rlq.bridge.correction.options import BridgeConfig, read_nulls
 from rlq.errors import ConfigError
 from samplers.options import SamplerConfig
 from trainers.checkpoints import resolve_resume
@@ -35,6 +35,7 @@ class _Parser(TrlParser):
 
     def set_defaults_with_config(self, **kwargs) -> list[str]:
         """Numbers go in as text, because argparse checks the type of no other default; one name makes a list of one."""
+        kwargs = read_nulls(kwargs)
         lists = {action.dest for action in self._actions if action.nargs in ("+", "*")}
         for key, value in kwargs.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
@@ -67,7 +68,10 @@ def parse(argv: list[str], default_config: Path) -> tuple[tuple, dict[str, Any]]
     if unknown:
         raise ConfigError(_describe(unknown, [action.dest for action in parser._actions]))
     at = argv.index("--config")
-    return tuple(parsed), _given(vars(parser.parse_args(argv[:at] + argv[at + 2 :])))
+    given = _given(vars(parser.parse_args(argv[:at] + argv[at + 2 :])))
+    # What is recorded is what runs: the bridge's fields with the preset and the defaults filled in.
+    record = {name: value for c in parsed if isinstance(c, BridgeConfig) for name, value in c.record().items()}
+    return tuple(c.resolved() if isinstance(c, BridgeConfig) else c for c in parsed), given | record
 
 
 def _describe(unknown: list[str], known: list[str]) -> str:
@@ -78,10 +82,11 @@ def _describe(unknown: list[str], known: list[str]) -> str:
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
-    """All of rlq's settings, and those of TRL that are not at their defaults."""
+    """All of rlq's settings but the bridge's, and those of TRL that are not at their defaults."""
     defaults = TrlParser(QuantGRPOConfig)  # type: ignore[arg-type]  # transformers' stub asks for an instance
-    own = {f.name for c in CONFIGS if c is not QuantGRPOConfig for f in fields(c)}
-    return {k: v for k, v in values.items() if k in own or v != defaults.get_default(k)}
+    grpo = {f.name for f in fields(QuantGRPOConfig)}
+    own = {f.name for c in CONFIGS if c not in (QuantGRPOConfig, BridgeConfig) for f in fields(c)}
+    return {k: v for k, v in values.items() if k in own or (k in grpo and v != defaults.get_default(k))}
 
 
 def build_plan(

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/corrections.md from the library itself: python docs/corrections/draw.py"""
+"""Draw the pictures and write the preset table of docs/corrections.md: python docs/corrections/draw.py"""
 
 import math
 import sys
@@ -11,16 +11,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 FOLDER = Path(__file__).resolve().parent
+PAGE = FOLDER.parent / "corrections.md"
+MARKS = "<!-- presets: written by draw.py -->\n", "<!-- end of presets -->\n"
 sys.path.insert(0, str(FOLDER.parents[1]))
 
-from rlq.bridge import Correction, RejectRule, correct  # noqa: E402 (found through the path set above)
+from rlq.bridge import CORRECTIONS, Correction, RejectRule, correct  # noqa: E402 (found through the path set above)
 from rlq.bridge.correction.correction import Denominator  # noqa: E402
 
 INK, FAINT, HOT = "#1f5fa8", "#b8c7d9", "#c0392b"
 
 
 def weights_of(ell: torch.Tensor, correction: Correction, mask: torch.Tensor | None = None, base: float = -3.0):
-    """Output of ``correct`` for given (B, T) log ratios."""
+    """Output of `correct` for given (B, T) log ratios."""
     mask = torch.ones_like(ell, dtype=torch.bool) if mask is None else mask
     return correct(ell + base, torch.full_like(ell, base), mask, correction)
 
@@ -77,14 +79,14 @@ def cap_by_ess(axis: Axes) -> None:
     axis.legend(fontsize=7, frameon=False)
 
 
-def normalisation(axis: Axes, how: Literal["batch", "self"]) -> None:
-    """Weights before and after normalisation, where a rule drops some tokens."""
+def normalization(axis: Axes, how: Literal["batch", "self"]) -> None:
+    """Weights before and after normalization, where a rule drops some tokens."""
     ell = 0.4 * torch.randn(80, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 0.3
     plain = Correction(veto=None, reject=[RejectRule("ratio", "token", 0.4, 1.4)])
-    for correction, colour, name in ((plain, FAINT, "none"), (replace(plain, normalize=how), INK, how)):
+    for correction, color, name in ((plain, FAINT, "none"), (replace(plain, normalize=how), INK, how)):
         out = weights_of(ell, correction)
         share = float(out.weights.sum()) / out.denominator
-        axis.hist(out.weights[out.keep], bins=40, color=colour, alpha=0.8, label=f"{name}: {share:.2f}")
+        axis.hist(out.weights[out.keep], bins=40, color=color, alpha=0.8, label=f"{name}: {share:.2f}")
     axis.set(xlabel="weight of kept tokens", ylabel="tokens", xlim=(0.3, 2.6))
     axis.legend(fontsize=7, frameon=False, title="sum of weights / denominator", title_fontsize=7)
 
@@ -93,13 +95,13 @@ def denominators(axis: Axes) -> None:
     """Size of the loss against the share of tokens that a band drops."""
     generator = torch.Generator().manual_seed(0)
     ell = 0.3 * torch.randn(100, 50, generator=generator, dtype=torch.float64)
-    for rule, colour in zip(get_args(Denominator), (INK, HOT), strict=True):
+    for rule, color in zip(get_args(Denominator), (INK, HOT), strict=True):
         points = []
         for width in torch.linspace(0.02, 1.0, 30).tolist():
             band = Correction(mode="mask", lower=math.exp(-width), upper=math.exp(width), veto=None, denominator=rule)
             out = weights_of(ell, band)
             points.append((1 - out.metrics["kept_token_frac"], float(out.weights.sum()) / out.denominator))
-        axis.plot(*zip(*points, strict=True), color=colour, lw=2, label=f"denominator={rule}")
+        axis.plot(*zip(*points, strict=True), color=color, lw=2, label=f"denominator={rule}")
     axis.set(xlabel="share of tokens dropped", ylabel="sum of weights / denominator", ylim=(0, 1.2))
     axis.legend(fontsize=7, frameon=False)
 
@@ -138,15 +140,33 @@ PICTURES = {
     "reject_abs": lambda a: plane(a, rejecting(RejectRule("abs", "token", upper=1.5))),
     "reject_prob_diff": lambda a: plane(a, rejecting(RejectRule("prob_diff", "token", -0.2, 0.2))),
     "veto": lambda a: bars(a, Correction(veto=(0.2, 4.0))),
-    "normalize_batch": lambda a: normalisation(a, "batch"),
-    "normalize_self": lambda a: normalisation(a, "self"),
+    "normalize_batch": lambda a: normalization(a, "batch"),
+    "normalize_self": lambda a: normalization(a, "self"),
     "ess_target": cap_by_ess,
     "denominator": denominators,
 }
 
 
+def preset_table() -> str:
+    """Every preset as a row, notes numbered below; miles/ has the rows of slime/."""
+    shown = {name: preset for name, preset in CORRECTIONS.items() if not name.startswith("miles/")}
+    notes = list(dict.fromkeys(preset.note for preset in shown.values() if preset.note))
+    lines = ["| preset | the peer's own names | note |", "|---|---|---|"]
+    for name, preset in shown.items():
+        number = f"{notes.index(preset.note) + 1}" if preset.note else ""
+        lines.append(f"| `{name}` | {preset.source}{' (bypass)' if preset.bypass else ''} | {number} |")
+    return "\n".join([*lines, "", *(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""])
+
+
+def with_presets(page: str) -> str:
+    """The page with the preset table between the marks written anew."""
+    before, rest = page.split(MARKS[0])
+    return before + MARKS[0] + preset_table() + MARKS[1] + rest.split(MARKS[1])[1]
+
+
 def main() -> None:
-    """Write one PNG per picture beside this script."""
+    """Write the table into the page and one PNG per picture beside this script."""
+    PAGE.write_text(with_presets(PAGE.read_text()))
     for name, draw in PICTURES.items():
         figure = Figure(figsize=(4.6, 2.5), layout="constrained")
         axis = figure.subplots()

@@ -1,13 +1,13 @@
 """The bridge between the distribution that samples and the distribution that learns.
 
-``correct`` turns two log-probs and a mask into weights, kept tokens and metrics; ``Correction`` says how. The rest
+`correct` turns two log-probs and a mask into weights, kept tokens and metrics; `Correction` says how. The rest
 looks at the same tensors: breakdowns, shadow estimators, gap attribution, and a guard that acts on the metrics.
 """
 
 from .correct import BridgeOutput, correct, correct_all
 from .correction.correction import Correction
-from .correction.presets import PRESETS, Preset
-from .correction.registry import register_correction
+from .correction.options import BridgeConfig
+from .correction.presets import CORRECTIONS, Preset
 from .correction.rules import RejectRule
 from .diagnostics.breakdown import BinnedTable, WorstToken, breakdown, log_ratio_histogram, worst_tokens
 from .diagnostics.gap import GapAttribution, gap_attribution
@@ -21,13 +21,14 @@ from .ratio import MAX_LOG_RATIO, LogRatio
 from .reduce import DistributedReducer, Reducer
 
 __all__ = [
+    "CORRECTIONS",
     "DEFAULT_RULES",
     "MAX_LOG_RATIO",
     "METRIC_NAMES",
-    "PRESETS",
     "QUANTILE_RESOLUTION",
     "BiasAudit",
     "BinnedTable",
+    "BridgeConfig",
     "BridgeOutput",
     "BridgeSums",
     "Correction",
@@ -51,7 +52,6 @@ __all__ = [
     "gap_attribution",
     "log_ratio_histogram",
     "read_rollouts",
-    "register_correction",
     "shadow",
     "shadow_metrics",
     "tightened",

@@ -1,9 +1,7 @@
-"""``correct``: from two log-probs and a mask to weights, the tokens that stay, and metrics.
+"""`correct`: from two log-probs and a mask to weights, the tokens that stay, and metrics.
 
 Axes: B sequences, T completion tokens (padded).
 """
-
-from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
@@ -16,7 +14,7 @@ from ..errors import ConfigError
 from .correction.correction import Correction
 from .correction.rules import RuleInputs
 from .correction.weights import apply
-from .metrics.summary import RawSums, raw_sums, summarise
+from .metrics.summary import RawSums, raw_sums, summarize
 from .metrics.sums import BridgeSums
 from .ratio import log_ratio
 from .reduce import Reducer
@@ -26,32 +24,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BridgeOutput:
-    """What ``correct`` returns. Nothing here carries a gradient."""
+    """What `correct` returns. Nothing here carries a gradient."""
 
     weights: Tensor
-    """(B, T) fp32 (fp64 for fp64 inputs), detached; 0 outside ``keep``."""
-
+    """(B, T) fp32 (fp64 for fp64 inputs), detached; 0 outside `keep`."""
     keep: Tensor
     """(B, T) bool, tokens that stay in the loss: the mask less non-finite, masked-out, rejected and vetoed tokens."""
-
     finite: Tensor
-    """(B, T) bool, tokens of the mask with two finite log-probs; what a ``fixed`` denominator counts."""
-
+    """(B, T) bool, tokens of the mask with two finite log-probs; what a `fixed` denominator counts."""
     denominator: float
-    """Tokens to divide the summed loss by: ``finite`` (fixed) or ``keep`` (kept), over all ranks with a reducer.
+    """Tokens to divide the summed loss by: `finite` (fixed) or `keep` (kept), over all ranks with a reducer.
     At least 1, so that a batch that lost every token has loss 0 and gradient 0 rather than NaN."""
-
     log_ratio: Tensor
-    """(B, T) learner minus sampler, bounded to +-``MAX_LOG_RATIO``, 0 outside ``finite``."""
-
+    """(B, T) learner minus sampler, bounded to +-`MAX_LOG_RATIO`, 0 outside `finite`."""
     upper: float
-    """Upper bound in effect: the correction's own, or the cap that ``ess_target`` chose."""
-
+    """Upper bound in effect: the correction's own, or the cap that `ess_target` chose."""
     sums: BridgeSums
-    """Additive summary of this rank's batch; ``merge`` it over micro-batches. Not yet reduced over ranks."""
-
+    """Additive summary of this rank's batch; `merge` it over micro-batches. Not yet reduced over ranks."""
     metrics: dict[str, float]
-    """``METRIC_NAMES`` to values, over all ranks when a reducer is given."""
+    """`METRIC_NAMES` to values, over all ranks when a reducer is given."""
 
 
 @torch.no_grad()
@@ -66,7 +57,7 @@ def correct(
 ) -> BridgeOutput:
     """Correction weights, kept tokens and metrics of one batch of rollouts.
 
-    rho = exp(clamp(level(ell), +-20)) with ell = learner - sampler; see ``Correction`` for levels, modes and drops.
+    rho = exp(clamp(level(ell), +-20)) with ell = learner - sampler; see `Correction` for levels, modes and drops.
     Token truncation is TIS (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training");
     the token mask is IcePop.
 
@@ -75,11 +66,11 @@ def correct(
         sampler_logprobs: (B, T), any floating dtype; log-probs of the same ids under what sampled them.
         mask: (B, T) bool, True on completion tokens. What lies outside it never matters, NaN included.
         correction: what to do.
-        advantages: (B,) or (B, T); only rules that depend on an advantage's sign need it.
+        advantages: (B,) or (B, T); needed where `correction.needs_advantages`.
         reduce: combines sums over the ranks that share the batch; None means this is the whole batch.
 
     Raises:
-        ConfigError: shapes, dtypes or a missing tensor, see ``check_inputs``.
+        ConfigError: shapes, dtypes or a missing tensor, see `check_inputs`.
     """
     only = {"": correction}
     return correct_all(learner_logprobs, sampler_logprobs, mask, only, advantages=advantages, reduce=reduce)[""]
@@ -95,31 +86,39 @@ def correct_all(
     advantages: Tensor | None = None,
     reduce: Reducer | None = None,
 ) -> dict[str, BridgeOutput]:
-    """``correct`` for several corrections of the same batch; what they share is computed once.
+    """`correct` for several corrections of the same batch; what they share is computed once.
 
     Args:
-        learner_logprobs: (B, T), see ``correct``.
-        sampler_logprobs: (B, T), see ``correct``.
+        learner_logprobs: (B, T), see `correct`.
+        sampler_logprobs: (B, T), see `correct`.
         mask: (B, T) bool.
         corrections: name to correction.
         advantages: (B,) or (B, T).
         reduce: combines sums over the ranks that share the batch.
 
     Raises:
-        ConfigError: see ``correct``.
+        ConfigError: see `correct`.
     """
     ratio = log_ratio(learner_logprobs, sampler_logprobs, mask)
-    if advantages is not None and advantages.shape not in (mask.shape, mask.shape[:1]):
-        raise ConfigError(f"advantages have shape {tuple(advantages.shape)}: pass (batch,) or (batch, tokens)")
+    _check_advantages(advantages, mask, corrections)
     inputs = RuleInputs(ratio, learner_logprobs, sampler_logprobs, advantages)
     raw = raw_sums(inputs)
     return {name: _output(inputs, raw, correction, reduce) for name, correction in corrections.items()}
 
 
+def _check_advantages(advantages: Tensor | None, mask: Tensor, corrections: Mapping[str, Correction]) -> None:
+    if advantages is None:
+        needing = [name or "the correction" for name, each in corrections.items() if each.needs_advantages]
+        if needing:
+            raise ConfigError(f"{needing[0]} rejects by the sign of the advantage: pass advantages to correct")
+    elif advantages.shape not in (mask.shape, mask.shape[:1]):
+        raise ConfigError(f"advantages have shape {tuple(advantages.shape)}: pass (batch,) or (batch, tokens)")
+
+
 def _output(inputs: RuleInputs, raw: RawSums, correction: Correction, reduce: Reducer | None) -> BridgeOutput:
     ratio = inputs.ratio
     applied = apply(inputs, correction, reduce)
-    sums = summarise(ratio, raw, applied)
+    sums = summarize(ratio, raw, applied)
     total = sums if reduce is None else sums.reduce(reduce)
     tokens, kept = total.value("tokens"), total.value("kept")
     if tokens and not kept:

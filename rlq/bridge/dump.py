@@ -1,13 +1,11 @@
 """Rollouts on disk: what a correction needs, and what a reader of its output wants beside it.
 
-A dump is a file or a folder of files. ``.parquet`` holds one row per completion, its per-token columns as lists without
-padding; ``.safetensors`` and ``.npz`` hold padded (B, T) arrays. Dumps of other frameworks are read as they are when
-their arrays go by one of the names in ``ALIASES``; two log-probs and a mask are enough.
+A dump is a file or a folder of files. `.parquet` holds one row per completion, its per-token columns as lists without
+padding; `.safetensors` and `.npz` hold padded (B, T) arrays. Dumps of other frameworks are read as they are when
+their arrays go by one of the names in `ALIASES`; two log-probs and a mask are enough.
 
 Axes: B sequences, T completion tokens (padded).
 """
-
-from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
@@ -48,31 +46,22 @@ class Rollouts:
 
     sampler_logprobs: Tensor
     """(B, T) log-probs under what sampled."""
-
     mask: Tensor
     """(B, T) bool, completion tokens."""
-
     old_logprobs: Tensor | None = None
     """(B, T) learner at the sampled version."""
-
     logprobs: Tensor | None = None
     """(B, T) learner now."""
-
     token_ids: Tensor | None = None
     """(B, T) integer completion ids."""
-
     reward: Tensor | None = None
     """(B,)."""
-
     advantage: Tensor | None = None
     """(B,)."""
-
     version: Tensor | None = None
     """(B,) integer, version of the weights that sampled."""
-
     step: Tensor | None = None
     """(B,) integer, training step."""
-
     scheme: tuple[str, ...] | None = None
     """B names, the sampler's scheme."""
 
@@ -81,7 +70,7 @@ class Rollouts:
             raise ConfigError("rollouts have no learner log-probs: give old_logprobs, logprobs, or both")
 
     def learner(self, which: str | None = None) -> Tensor:
-        """The learner's log-probs: ``old_logprobs`` or ``logprobs`` as asked, else the first of them that is there.
+        """The learner's log-probs: `old_logprobs` or `logprobs` as asked, else the first of them that is there.
 
         Raises:
             ConfigError: the dump lacks the one asked for.
@@ -93,7 +82,7 @@ class Rollouts:
 
 
 def write_rollouts(path: str | os.PathLike[str], rollouts: Rollouts) -> None:
-    """Write one batch as ``.parquet`` or ``.safetensors``; the file appears whole or not at all.
+    """Write one batch as `.parquet` or `.safetensors`; the file appears whole or not at all.
 
     Raises:
         ConfigError: another suffix.
@@ -108,7 +97,7 @@ def write_rollouts(path: str | os.PathLike[str], rollouts: Rollouts) -> None:
 
 
 def read_rollouts(path: str | os.PathLike[str], *, batch: int = 512) -> Iterator[Rollouts]:
-    """Batches of at most ``batch`` completions, files in order of name; parquet is read batch by batch.
+    """Batches of at most `batch` completions, files in order of name; parquet is read batch by batch.
 
     Raises:
         ConfigError: nothing readable there, or a file lacks log-probs or mask; the message lists what it has.
@@ -208,7 +197,7 @@ def _load_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def _names(found: list[str], path: Path) -> dict[str, str]:
-    """Column of the file to field of ``Rollouts``, for the columns that are understood."""
+    """Column of the file to field of `Rollouts`, for the columns that are understood."""
     known = {f.name: f.name for f in fields(Rollouts)} | {a: name for name, many in ALIASES.items() for a in many}
     names = {column: known[column] for column in found if column in known}
     missing = {"sampler_logprobs", "mask"} - set(names.values())

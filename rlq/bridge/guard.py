@@ -1,10 +1,8 @@
 """A guard on the mismatch: thresholds, patience and hysteresis over the metrics of a run, actions as data.
 
-``Guard.step`` is pure: it takes a state and one step's metrics and returns the next state and the decisions. Whoever
+`Guard.step` is pure: it takes a state and one step's metrics and returns the next state and the decisions. Whoever
 runs it carries the decisions out and logs their records.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import math
@@ -16,17 +14,17 @@ from ..errors import ConfigError
 from .correction.correction import Correction
 
 Action = Literal["warn", "tighten", "promote_layers", "fallback_bf16", "stop", "recovered"]
-"""``warn`` tell the user; ``tighten`` use ``tightened``; ``promote_layers`` publish the worst layers at a higher
-precision from the next version on; ``fallback_bf16`` publish unquantized weights; ``stop`` save a checkpoint and end
-the run; ``recovered`` the metric has come back (nothing is undone, the rule starts again from its first action)."""
+"""`warn` tell the user; `tighten` use `tightened`; `promote_layers` publish the worst layers at a higher
+precision from the next version on; `fallback_bf16` publish unquantized weights; `stop` save a checkpoint and end
+the run; `recovered` the metric has come back (nothing is undone, the rule starts again from its first action)."""
 
 
 @dataclass(frozen=True)
 class GuardRule:
     """One metric, one limit, and what to do about it, in order of severity.
 
-    Each action is taken after ``patience`` further steps beyond the limit, the last one again and again. A rule starts
-    over once the metric has stayed on the good side of ``recover`` for ``patience`` steps; between ``recover`` and the
+    Each action is taken after `patience` further steps beyond the limit, the last one again and again. A rule starts
+    over once the metric has stayed on the good side of `recover` for `patience` steps; between `recover` and the
     limit nothing is counted, so a metric that hovers at the limit neither escalates faster nor flaps.
 
     Raises:
@@ -34,23 +32,18 @@ class GuardRule:
     """
 
     metric: str
-    """Name of the metric, without the ``rlq/`` prefix."""
-
+    """Name of the metric, without the `rlq/` prefix."""
     limit: float
     """Beyond this the metric counts as bad; NaN always does."""
-
     actions: tuple[Action, ...]
     """What to do, mildest first."""
-
     when: Literal["above", "below"] = "above"
     """Which side of the limit is bad."""
-
     patience: int = 5
     """Bad steps before an action, and good steps before the rule starts over; at least 1."""
-
     recover: float | None = None
-    """The metric is good on the other side of this; None is half the limit (``above``), or half-way from it to 1
-    (``below``: those metrics are shares)."""
+    """The metric is good on the other side of this; None is half the limit (`above`), or half-way from it to 1
+    (`below`: those metrics are shares)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "actions", tuple(self.actions))
@@ -83,7 +76,7 @@ class GuardRule:
         return math.isnan(value) or (value > self.limit if self.when == "above" else value < self.limit)
 
     def is_good(self, value: float) -> bool:
-        """Whether a value lies on the good side of ``recover``."""
+        """Whether a value lies on the good side of `recover`."""
         return value <= self.recover_at if self.when == "above" else value >= self.recover_at
 
 
@@ -108,10 +101,8 @@ class RuleState:
 
     bad: int = 0
     """Bad steps since the last action."""
-
     good: int = 0
     """Good steps in a row."""
-
     taken: int = 0
     """Actions taken since the rule last started over."""
 
@@ -122,27 +113,21 @@ class Decision:
 
     step: int
     """Training step."""
-
     action: Action
     """What to do."""
-
     metric: str
     """Metric that triggered it."""
-
     value: float
     """Its value at this step."""
-
     limit: float
-    """The rule's limit, or for ``recovered`` the value it came back past."""
-
+    """The rule's limit, or for `recovered` the value it came back past."""
     patience: int
     """Steps for which the metric was beyond it."""
-
     message: str
     """One line for a log or an alert."""
 
     def record(self) -> dict[str, float | int | str]:
-        """Flat log record, prefixed ``guard/``."""
+        """Flat log record, prefixed `guard/`."""
         return {f"guard/{name}": value for name, value in vars(self).items()}
 
 
@@ -203,7 +188,7 @@ def _decision(rule: GuardRule, action: Action, limit: float, value: float, step:
 def tightened(correction: Correction) -> Correction:
     """The next stricter correction: half the head-room above 1, a lower bound half-way to 1, a ten times closer veto.
 
-    The result is a correction like any other; applied again and again it tends to weights of at most 1. Mode ``none``
+    The result is a correction like any other; applied again and again it tends to weights of at most 1. Mode `none`
     starts truncating at 2.
     """
     veto_low = 1e-4 if correction.veto is None or correction.veto[0] is None else min(0.1, 10 * correction.veto[0])

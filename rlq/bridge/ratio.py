@@ -1,9 +1,7 @@
 """The log ratio between learner and sampler, made safe once for everything that follows.
 
-Axes: B sequences, T completion tokens (padded), so ``x_BT`` is (B, T) and ``x_B`` is (B,).
+Axes: B sequences, T completion tokens (padded), so `x_BT` is (B, T) and `x_B` is (B,).
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -13,7 +11,7 @@ from torch import Tensor
 from ..errors import ConfigError
 
 MAX_LOG_RATIO = 20.0
-"""Log ratios are bounded to +-20 before ``exp``: exp(20) = 4.9e8 and its square still fit fp32, exp(89) does not."""
+"""Log ratios are bounded to +-20 before `exp`: exp(20) = 4.9e8 and its square still fit fp32, exp(89) does not."""
 
 MISSING_LOGPROB = -9999.0
 """Engines write -9999 where a log-prob is missing. It is no number to compute with: such tokens count as non-finite."""
@@ -30,7 +28,7 @@ class LogRatio:
     """(B, T) fp32, or fp64 for fp64 inputs. Not bounded; used wherever nothing is exponentiated."""
 
     bounded_BT: Tensor
-    """(B, T) the same clamped to +-``MAX_LOG_RATIO``; the only form that goes into ``exp``."""
+    """(B, T) the same clamped to +-`MAX_LOG_RATIO`; the only form that goes into `exp`."""
 
     rho_BT: Tensor
     """(B, T) exp of the bounded log ratio, 0 outside the finite tokens."""
@@ -46,10 +44,8 @@ class LogRatio:
 
     sum_B: Tensor
     """(B,) fp64, sum of the exact log ratio over a sequence: the log of the sequence's product ratio, not bounded."""
-
     min: float
     """Smallest exact log ratio, or 0 if every one is above."""
-
     max: float
     """Largest exact log ratio, or 0 if every one is below."""
 
@@ -82,7 +78,7 @@ def log_ratio(learner_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) 
 
     Inputs are upcast before the subtraction (a bf16 difference of -17.3 and -17.25 is all rounding), and the mask is
     applied by selection, so NaN or infinity at a masked place has no effect. A token inside the mask whose log-prob on
-    either side is NaN, infinite or ``MISSING_LOGPROB`` is not finite: it has ell = 0 and leaves every sum.
+    either side is NaN, infinite or `MISSING_LOGPROB` is not finite: it has ell = 0 and leaves every sum.
 
     Args:
         learner_logprobs: (B, T), any floating dtype, nats.
@@ -90,7 +86,7 @@ def log_ratio(learner_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) 
         mask: (B, T) bool.
 
     Raises:
-        ConfigError: see ``check_inputs``.
+        ConfigError: see `check_inputs`.
     """
     check_inputs(learner_logprobs, sampler_logprobs, mask)
     double = torch.float64 in (learner_logprobs.dtype, sampler_logprobs.dtype)

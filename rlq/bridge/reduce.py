@@ -1,7 +1,5 @@
 """How statistics of a batch combine over the ranks that share it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +21,7 @@ class Reducer(Protocol):
 
 @dataclass(frozen=True)
 class DistributedReducer:
-    """Reduce over a ``torch.distributed`` process group."""
+    """Reduce over a `torch.distributed` process group."""
 
     group: torch.distributed.ProcessGroup | None = None
     """Ranks that share the batch; None is the default group."""

@@ -1,6 +1,4 @@
-"""``rlq replay``: recompute corrections on dumped rollouts and compare them."""
-
-from __future__ import annotations
+"""`rlq replay`: recompute corrections on dumped rollouts and compare them."""
 
 import argparse
 import math
@@ -32,18 +30,15 @@ class Replay:
 
     corrections: dict[str, Correction]
     """Name to correction; the first is the reference of the cosine."""
-
     sums: dict[str, BridgeSums] = field(default_factory=dict)
     """Name to the merged summary of all batches so far."""
-
     history: dict[str, list[dict[str, float]]] = field(default_factory=dict)
     """Name to the metrics of each batch."""
-
     gram: Tensor | None = None
     """(K, K) inner products of the coefficients w_t A_t, where the dump has advantages."""
 
     def add(self, rollouts: Rollouts, learner: str | None = None) -> None:
-        """One more batch. Statistics over a batch (normalisation, ESS target) are taken over this one."""
+        """One more batch. Statistics over a batch (normalization, ESS target) are taken over this one."""
         outputs = correct_all(
             rollouts.learner(learner),
             rollouts.sampler_logprobs,
@@ -59,7 +54,7 @@ class Replay:
             self.gram = gram if self.gram is None else self.gram + gram
 
     def report(self) -> dict[str, dict[str, float]]:
-        """Name to metrics over the whole dump, with ``cosine`` to the first correction where advantages are known."""
+        """Name to metrics over the whole dump, with `cosine` to the first correction where advantages are known."""
         report = {name: sums.metrics() for name, sums in self.sums.items()}
         if self.gram is not None:
             norms = self.gram.diagonal().sqrt()
@@ -80,12 +75,12 @@ def replay(batches: Iterable[Rollouts], corrections: dict[str, Correction], *, l
     """Compare corrections over batches of rollouts.
 
     Args:
-        batches: what ``read_rollouts`` yields.
+        batches: what `read_rollouts` yields.
         corrections: name to correction.
-        learner: ``old_logprobs`` or ``logprobs``; None takes the first of them that the dump has.
+        learner: `old_logprobs` or `logprobs`; None takes the first of them that the dump has.
 
     Raises:
-        ConfigError: no batch, or one that ``correct`` refuses.
+        ConfigError: no batch, or one that `correct` refuses.
     """
     result = Replay(corrections)
     for rollouts in batches:
@@ -96,7 +91,7 @@ def replay(batches: Iterable[Rollouts], corrections: dict[str, Correction], *, l
 
 
 def parse_correction(text: str) -> Correction:
-    """A preset by name, with fields changed: ``rlq/default`` or ``rlq/default:upper=4:normalize=batch``.
+    """A preset by name, with fields changed: `rlq/default` or `rlq/default:upper=4:normalize=batch`.
 
     Raises:
         ConfigError: unknown preset, unknown field, or a value the field refuses.
@@ -121,7 +116,7 @@ def _value(text: str) -> float | str | None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``rlq replay``."""
+    """Options of `rlq replay`."""
     parser.add_argument("dump", type=Path, help="a .parquet, .safetensors or .npz file, or a folder of them")
     parser.add_argument(
         "--corrections",
@@ -174,7 +169,7 @@ def _print(console: Console, report: dict[str, dict[str, float]]) -> None:
 
 
 def draw(result: Replay, folder: Path) -> Path:
-    """Comparison over batches and the histogram of the log ratio, as ``replay.png`` in the folder.
+    """Comparison over batches and the histogram of the log ratio, as `replay.png` in the folder.
 
     Raises:
         ConfigError: matplotlib is missing.

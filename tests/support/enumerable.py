@@ -6,8 +6,6 @@ learner's plus Gaussian noise, as large as gives the wanted KL per token.
 Axes: B = V^T sequences, T tokens, D logits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +24,6 @@ class GradientBias:
 
     bias: float
     """Norm of (expected estimate - true gradient)."""
-
     deviation: float
     """Standard deviation of the estimate from one sequence: sqrt of the trace of its covariance."""
 

@@ -1,14 +1,13 @@
 """What a sampler-learner correction is: one frozen dataclass, validated when it is built."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Self
 
 from ...errors import ConfigError
-from .registry import check_registered
+from .custom import load_weights
+from .presets import find
 from .rules import RejectRule, as_rules, check_choice
 
 Level = Literal["token", "sequence", "geometric", "segment"]
@@ -21,9 +20,9 @@ Denominator = Literal["fixed", "kept"]
 class Correction:
     """How a token's loss is weighted for having been sampled by another distribution than the learner's.
 
-    With ell_t = log pi_learner - log pi_sampler, the ratio rho of a token is exp(ell_t) at level ``token``,
-    exp(sum ell) at level ``sequence``, exp(mean ell) at level ``geometric`` (both the same for every token of the
-    sequence), and exp(mean ell) over its own contiguous run of the mask at level ``segment`` (one turn of a dialogue).
+    With ell_t = log pi_learner - log pi_sampler, the ratio rho of a token is exp(ell_t) at level `token`,
+    exp(sum ell) at level `sequence`, exp(mean ell) at level `geometric` (both the same for every token of the
+    sequence), and exp(mean ell) over its own contiguous run of the mask at level `segment` (one turn of a dialogue).
     Every threshold is a bound on rho itself, never on its log.
 
     Raises:
@@ -31,38 +30,30 @@ class Correction:
     """
 
     level: Level = "token"
-    """Over what the ratio is formed. ``sequence`` is unbiased and its variance grows with length; ``token`` trades."""
-
+    """Over what the ratio is formed. `sequence` is unbiased and its variance grows with length; `token` trades."""
     mode: Mode = "truncate"
-    """``truncate`` min(rho, upper); ``clip`` rho into [lower, upper]; ``mask`` rho inside the band, dropped outside;
-    ``none`` weight 1 (measure only, or reject only)."""
-
+    """`truncate` min(rho, upper); `clip` rho into [lower, upper]; `mask` rho inside the band, dropped outside;
+    `none` weight 1 (measure only, or reject only)."""
     upper: float = 2.0
-    """Largest weight, at least 1. Infinity with ``truncate`` gives plain importance weights."""
-
+    """Largest weight, at least 1. Infinity with `truncate` gives plain importance weights."""
     lower: float | None = None
-    """Smallest weight, in [0, 1]; None is no lower bound. Only ``clip`` and ``mask`` have one."""
-
+    """Smallest weight, in [0, 1]; None is no lower bound. Only `clip` and `mask` have one."""
     reject: Sequence[RejectRule] | None = None
     """Rules that drop tokens or sequences; all must be passed. Kept as a tuple; mappings, as YAML gives them, do too.
     None is off."""
-
     veto: tuple[float | None, float | None] | None = (1e-4, None)
     """(low, high) bounds on the ratio of every single token: one token outside drops its sequence. None is off."""
-
     normalize: Normalize = "none"
-    """``batch`` divides weights by their mean before anything is dropped (over tokens, or over sequences where a
-    sequence has one weight); ``self`` scales them so that the loss is sum(w x) / sum(w) over the kept tokens."""
-
+    """`batch` divides weights by their mean before anything is dropped (over tokens, or over sequences where a
+    sequence has one weight); `self` scales them so that the loss is sum(w x) / sum(w) over the kept tokens."""
     ess_target: float | None = None
     """Choose the cap in [1, upper] as the largest whose weights keep at least this effective sample size, in (0, 1)."""
-
     denominator: Denominator = "fixed"
-    """Tokens the loss is divided by: ``fixed`` all finite tokens, so that dropping cannot raise the step size of the
-    rest; ``kept`` only the tokens that stay."""
-
+    """Tokens the loss is divided by: `fixed` all finite tokens, so that dropping cannot raise the step size of the
+    rest; `kept` only the tokens that stay."""
     custom: str | None = None
-    """Name of a function given to ``register_correction``; it computes the weights in place of level and mode."""
+    """Dotted path of a function, such as `my_module.my_weights`, that computes the weights in place of level and mode;
+    see `load_weights`. Only the path is kept, so that a correction can be pickled: each process imports it."""
 
     def __post_init__(self) -> None:
         check_choice("level", self.level, Level)
@@ -77,23 +68,29 @@ class Correction:
         if self.ess_target is not None:
             self._check_ess_target(self.ess_target)
         if self.custom is not None:
-            check_registered(self.custom)
+            load_weights(self.custom)
 
     @classmethod
-    def preset(cls, name: str, **changes: object) -> Correction:
-        """A peer's setting by name, such as ``verl/decoupled_token_is``, with fields changed on the way.
+    def preset(cls, name: str, **changes: Any) -> Self:
+        """A peer's setting by name, such as `verl/decoupled_token_is`, with fields changed on the way.
 
         Raises:
-            ConfigError: unknown name; the message lists close ones.
+            ConfigError: unknown name (the message lists close ones) or unknown field.
         """
-        from .presets import preset  # the table builds Corrections: imported here to break the cycle
-
-        return preset(name, **changes)
+        unknown = set(changes) - set(cls.__dataclass_fields__)
+        if unknown:
+            raise ConfigError(f"preset {name!r} cannot change {', '.join(sorted(unknown))}: not a field of Correction")
+        return cls(**{**find(name).settings, **changes})
 
     @property
     def per_sequence(self) -> bool:
         """Whether all tokens of a sequence share one weight."""
         return self.custom is None and self.level in ("sequence", "geometric")
+
+    @property
+    def needs_advantages(self) -> bool:
+        """Whether a rule looks at the sign of an advantage, so that `correct` must be given them."""
+        return any(rule.advantage != "any" for rule in self.reject or ())
 
     def _check_band(self) -> None:
         if self.lower is not None and self.lower > self.upper:

@@ -1,19 +1,16 @@
-"""Every peer's correction by name. The table is data; ``tests`` hold each entry against the peer's own formula.
+"""Every peer's correction by name. The table is data; `tests` hold each entry against the peer's own formula.
 
 A preset reproduces what the peer's code does to the loss of a token (weight, whether it stays, denominator). Where a
-peer's code and its own text disagree, the text is followed and ``note`` names the difference.
+peer's code and its own text disagree, the text is followed and `note` names the difference.
 """
 
-from __future__ import annotations
-
-import dataclasses
 import difflib
 import math
-from dataclasses import dataclass
-from typing import Any, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ...errors import ConfigError
-from .correction import Correction, Level
 from .rules import RejectRule
 
 
@@ -21,34 +18,31 @@ from .rules import RejectRule
 class Preset:
     """One named setting of a peer."""
 
-    correction: Correction
-    """The setting in rlq's terms."""
-
+    settings: Mapping[str, Any]
+    """Fields of `Correction` that differ from their defaults."""
     source: str
     """The peer's own option names."""
-
     bypass: bool = False
     """The peer takes the sampler's log-probs as the old policy of the loss: the PPO ratio is then the correction, and
     a loss whose ratio is taken against the learner's own old log-probs needs another preset."""
-
     note: str = ""
     """Where rlq differs on purpose, and why."""
 
 
-def _tis(level: Level, upper: float, **fields: Any) -> Correction:
-    return Correction(level=level, mode="truncate", upper=upper, veto=None, **fields)
+def _tis(level: str, upper: float, **fields: Any) -> dict[str, Any]:
+    return dict(level=level, mode="truncate", upper=upper, veto=None, **fields)
 
 
-def _is(level: Level = "token", **fields: Any) -> Correction:
+def _is(level: str = "token", **fields: Any) -> dict[str, Any]:
     return _tis(level, math.inf, **fields)
 
 
-def _none(**fields: Any) -> Correction:
-    return Correction(mode="none", veto=None, **fields)
+def _none(**fields: Any) -> dict[str, Any]:
+    return dict(mode="none", veto=None, **fields)
 
 
-def _mask(level: Level, lower: float | None, upper: float, **fields: Any) -> Correction:
-    return Correction(level=level, mode="mask", lower=lower, upper=upper, veto=None, **fields)
+def _mask(level: str, lower: float | None, upper: float, **fields: Any) -> dict[str, Any]:
+    return dict(level=level, mode="mask", lower=lower, upper=upper, veto=None, **fields)
 
 
 _GEO = (RejectRule("k1", "mean", 0.999, 1.001),)
@@ -129,16 +123,16 @@ _NEMO = {
     ),
 }
 
-_SLIME_NORM = "slime normalises over what one call sees; rlq over the whole batch, across ranks"
+_SLIME_NORM = "slime normalizes over what one call sees; rlq over the whole batch, across ranks"
 _SLIME = {
-    "tis": Preset(Correction(mode="clip", lower=0.0, upper=2.0, veto=None), "--use-tis, --tis-clip 2"),
+    "tis": Preset(dict(mode="clip", lower=0.0, upper=2.0, veto=None), "--use-tis, --tis-clip 2"),
     "icepop": Preset(_mask("token", 0.0, 2.0), "icepop_function, --tis-clip 2"),
     "mis": Preset(
-        Correction(upper=2.0, reject=(RejectRule("ratio", "token", 0.5, 2.0),), normalize="batch"),
-        "mis.yaml: token truncate 2.0, token rejection 0.5 to 2.0, veto 1e-4, batch normalisation",
+        dict(upper=2.0, reject=(RejectRule("ratio", "token", 0.5, 2.0),), normalize="batch"),
+        "mis.yaml: token truncate 2.0, token rejection 0.5 to 2.0, veto 1e-4, batch normalization",
         note=_SLIME_NORM,
     ),
-    "mis_token_clip": Preset(Correction(mode="clip", lower=0.5, upper=2.0, veto=None), "tis_mode=clip"),
+    "mis_token_clip": Preset(dict(mode="clip", lower=0.5, upper=2.0, veto=None), "tis_mode=clip"),
     "mis_sequence_truncate": Preset(_tis("sequence", 2.0), "tis_level=sequence, tis_mode=truncate"),
     "mis_sequence_mask": Preset(_mask("sequence", 0.5, 2.0), "tis_level=sequence, tis_mode=mask"),
     "mis_geometric_mask": Preset(_mask("geometric", 0.9999, 1.0001), "tis_level=geometric, tis_mode=mask"),
@@ -153,7 +147,7 @@ _SKYRL = {
         _none(reject=(RejectRule("ratio", "mean", 0.99, 1.01),)), "sequence_mask_metric=geometric"
     ),
     "token_tis_outlier": Preset(
-        Correction(upper=2.0, veto=(1e-4, 100.0)), "tis_ratio_type=token, outlier_token_is_threshold 1e-4 and 100"
+        dict(upper=2.0, veto=(1e-4, 100.0)), "tis_ratio_type=token, outlier_token_is_threshold 1e-4 and 100"
     ),
 }
 
@@ -188,7 +182,10 @@ _PRIME = {
 }
 
 _ROLL = {
-    **{level: Preset(_tis(level, 1.2), f"is_weight.weight_type={level}, upper_bound 1.2") for level in get_args(Level)},
+    **{
+        level: Preset(_tis(level, 1.2), f"is_weight.weight_type={level}, upper_bound 1.2")
+        for level in ("token", "sequence", "geometric", "segment")
+    },
     "token_filter": Preset(
         _none(reject=(RejectRule("ratio", "token", 0.8, 1.2),), denominator=_KEPT), "filters: token ratio 0.8 to 1.2"
     ),
@@ -201,10 +198,10 @@ _ROLL = {
 }
 
 _OPENRLHF = {
-    "tis": Preset(Correction(mode="clip", lower=0.5, upper=5.0, veto=None), "is_correction_type=tis, 0.5 to 5"),
+    "tis": Preset(dict(mode="clip", lower=0.5, upper=5.0, veto=None), "is_correction_type=tis, 0.5 to 5"),
     "icepop": Preset(_mask("token", 0.5, 5.0), "is_correction_type=icepop, 0.5 to 5"),
     "seq_mask_tis": Preset(
-        Correction(mode="clip", lower=0.5, upper=5.0, veto=None, reject=(RejectRule("ratio", "mean", 0.5, 5.0),)),
+        dict(mode="clip", lower=0.5, upper=5.0, veto=None, reject=(RejectRule("ratio", "mean", 0.5, 5.0),)),
         "is_correction_type=seq-mask-tis, 0.5 to 5",
         note="the help text clamps the weights of kept sequences, the code leaves them raw; the text is followed",
     ),
@@ -220,7 +217,7 @@ _MS_SWIFT = {
     ),
 }
 
-PRESETS: dict[str, Preset] = {
+CORRECTIONS: dict[str, Preset] = {
     **{f"verl/{name}": Preset(c, source, note=note) for name, (c, source, note) in _VERL.items()},
     **{
         f"verl/{name}": Preset(_VERL[base][0], source, bypass=True, note=_VERL[base][2])
@@ -231,13 +228,13 @@ PRESETS: dict[str, Preset] = {
     **{f"slime/{name}": p for name, p in _SLIME.items()},
     **{f"miles/{name}": p for name, p in _SLIME.items()},
     **{f"skyrl/{name}": p for name, p in _SKYRL.items()},
-    **{f"areal/{name}": dataclasses.replace(p, note=_AREAL_NOTE) for name, p in _AREAL.items()},
+    **{f"areal/{name}": replace(p, note=_AREAL_NOTE) for name, p in _AREAL.items()},
     **{f"prime-rl/{name}": p for name, p in _PRIME.items()},
     **{f"roll/{name}": p for name, p in _ROLL.items()},
     **{f"openrlhf/{name}": p for name, p in _OPENRLHF.items()},
     **{f"ms-swift/{name}": p for name, p in _MS_SWIFT.items()},
     "flashrl/tis": Preset(_tis("token", 2.0), "verl token TIS, C=2"),
-    "rlq/default": Preset(Correction(), "token truncation at 2.0 and a veto at 1e-4"),
+    "rlq/default": Preset(dict(), "token truncation at 2.0 and a veto at 1e-4"),
     "rlq/is": Preset(_is(), "plain token importance weights"),
     "rlq/sequence_is": Preset(_is("sequence"), "plain sequence importance weights"),
     "rlq/none": Preset(_none(), "measure only"),
@@ -250,17 +247,14 @@ PRESETS: dict[str, Preset] = {
 """Name to preset."""
 
 
-def preset(name: str, **changes: Any) -> Correction:
-    """The correction of a preset, with fields changed on the way.
+def find(name: str) -> Preset:
+    """The preset of a name.
 
     Raises:
-        ConfigError: unknown name (the message lists close ones) or unknown field.
+        ConfigError: unknown name; the message lists close ones.
     """
     key = name.replace("seq-mask-tis", "seq_mask_tis")
-    if key not in PRESETS:
-        close = difflib.get_close_matches(key, PRESETS, n=3, cutoff=0.3)
-        raise ConfigError(f"no correction preset {name!r}: did you mean {', '.join(close) or ', '.join(PRESETS)}?")
-    unknown = set(changes) - set(Correction.__dataclass_fields__)
-    if unknown:
-        raise ConfigError(f"preset {name!r} cannot change {', '.join(sorted(unknown))}: not a field of Correction")
-    return dataclasses.replace(PRESETS[key].correction, **changes)
+    if key not in CORRECTIONS:
+        close = difflib.get_close_matches(key, CORRECTIONS, n=3, cutoff=0.3)
+        raise ConfigError(f"no correction preset {name!r}: did you mean {', '.join(close) or ', '.join(CORRECTIONS)}?")
+    return CORRECTIONS[key]

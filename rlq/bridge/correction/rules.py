@@ -3,8 +3,6 @@
 Axes: B sequences, T completion tokens (padded).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -24,7 +22,7 @@ _ON_RATIO = ("k1", "ratio", "abs")
 
 @dataclass(frozen=True)
 class RejectRule:
-    """Keep what lies in [lower, upper]; drop the token (aggregation ``token``) or else the whole sequence.
+    """Keep what lies in [lower, upper]; drop the token (aggregation `token`) or else the whole sequence.
 
     Of ell = learner - sampler and rho = exp(ell), with p the probabilities of the sampled token:
 
@@ -39,8 +37,8 @@ class RejectRule:
     prob_diff    p_learner - p_sampler       sum, mean or max                            probability
     ===========  ==========================  ==========================================  =====================
 
-    ``ratio`` and ``k1`` differ in ``max`` alone: the largest ratio of a sequence, or its smallest. Sums of logs make
-    ``sum`` the product ratio and ``mean`` the geometric mean.
+    `ratio` and `k1` differ in `max` alone: the largest ratio of a sequence, or its smallest. Sums of logs make
+    `sum` the product ratio and `mean` the geometric mean.
 
     Raises:
         ConfigError: no bound, bounds in the wrong order, or a band that drops a token without any mismatch.
@@ -48,16 +46,12 @@ class RejectRule:
 
     statistic: Statistic
     """What is measured."""
-
     aggregation: Aggregation = "token"
     """Over what: each token by itself, or the sum, mean or maximum over a sequence."""
-
     lower: float | None = None
     """Smallest value kept; None is no lower bound."""
-
     upper: float | None = None
     """Largest value kept; None is no upper bound."""
-
     advantage: AdvantageSign = "any"
     """Apply the rule only where the advantage has this sign."""
 
@@ -92,13 +86,12 @@ class RuleInputs:
 
     sampler_BT: Tensor
     """(B, T) sampler log-probs."""
-
     advantages: Tensor | None
     """(B,) or (B, T); None when the caller has none."""
 
 
 def check_choice(field: str, value: object, choices: object) -> None:
-    """Raise ConfigError unless ``value`` is one of a Literal's values."""
+    """Raise ConfigError unless `value` is one of a Literal's values."""
     if value not in get_args(choices):
         raise ConfigError(f"{field}={value!r} is not one of {', '.join(get_args(choices))}")
 
@@ -107,7 +100,7 @@ def as_rules(rules: object) -> tuple[RejectRule, ...]:
     """Rules from a list of rules or of mappings (as YAML gives them).
 
     Raises:
-        ConfigError: an empty or malformed list; ``None`` is how rejection is switched off.
+        ConfigError: an empty or malformed list; `None` is how rejection is switched off.
     """
     if not isinstance(rules, list | tuple) or not rules:
         raise ConfigError(f"reject={rules!r} must be a non-empty list of rules: write reject=None to switch it off")
@@ -126,11 +119,7 @@ def as_rules(rules: object) -> tuple[RejectRule, ...]:
 
 
 def outside(rule: RejectRule, inputs: RuleInputs) -> Tensor:
-    """(B, T) or (B, 1) bool, True where the rule drops; arbitrary outside the finite tokens.
-
-    Raises:
-        ConfigError: the rule depends on the sign of an advantage that was not passed.
-    """
+    """(B, T) or (B, 1) bool, True where the rule drops; arbitrary outside the finite tokens."""
     value, logs = _value(rule, inputs)
     drop = torch.zeros_like(value, dtype=torch.bool)
     if rule.upper is not None:
@@ -139,8 +128,7 @@ def outside(rule: RejectRule, inputs: RuleInputs) -> Tensor:
         drop |= value < (_log(rule.lower) if logs else rule.lower)
     if rule.advantage == "any":
         return drop
-    if inputs.advantages is None:
-        raise ConfigError(f"reject rule on {rule.statistic} depends on the advantage: pass advantages to correct")
+    assert inputs.advantages is not None  # `correct` refuses a correction that needs advantages without them
     advantages = inputs.advantages if inputs.advantages.ndim == 2 else inputs.advantages[:, None]
     return drop & ((advantages > 0) if rule.advantage == "positive" else (advantages <= 0))
 

@@ -1,11 +1,9 @@
-"""From a log ratio and a ``Correction`` to weights and kept tokens.
+"""From a log ratio and a `Correction` to weights and kept tokens.
 
-The order is fixed: ratio at the level, cap, mode, batch normalisation, drops (mask, rules, veto), self-normalisation.
+The order is fixed: ratio at the level, cap, mode, batch normalization, drops (mask, rules, veto), self-normalization.
 
 Axes: B sequences, T completion tokens (padded).
 """
-
-from __future__ import annotations
 
 import math
 from dataclasses import dataclass
@@ -16,11 +14,11 @@ from torch import Tensor
 from ..ratio import MAX_LOG_RATIO, LogRatio
 from ..reduce import Reducer
 from .correction import Correction
-from .registry import custom_weights
+from .custom import custom_weights
 from .rules import RuleInputs, outside
 
 ESS_CAPS = 512
-"""``ess_target`` picks its cap from this many values, equally spaced in log between 1 and ``upper``."""
+"""`ess_target` picks its cap from this many values, equally spaced in log between 1 and `upper`."""
 
 
 @dataclass(frozen=True)
@@ -32,28 +30,22 @@ class Applied:
 
     keep_BT: Tensor
     """(B, T) bool."""
-
     upper: float
     """Upper bound in effect."""
-
     clip_high: Tensor
     """0-dim, tokens whose ratio at the correction's level lies above the upper bound in effect."""
-
     clip_low: Tensor
     """0-dim, tokens whose ratio at the correction's level lies below the lower bound."""
-
     masked: Tensor
-    """0-dim, tokens dropped by mode ``mask``, by a custom weight of 0, or by a token rule."""
-
+    """0-dim, tokens dropped by mode `mask`, by a custom weight of 0, or by a token rule."""
     rejected_seqs: Tensor
     """0-dim, sequences dropped by a sequence rule."""
-
     vetoed_seqs: Tensor
     """0-dim, sequences dropped by the veto."""
 
 
 def apply(inputs: RuleInputs, correction: Correction, reduce: Reducer | None) -> Applied:
-    """Weights and kept tokens; ``reduce`` serves whatever depends on statistics of the whole batch."""
+    """Weights and kept tokens; `reduce` serves whatever depends on statistics of the whole batch."""
     ratio = inputs.ratio
     none = torch.zeros((), dtype=torch.float64, device=ratio.sum_B.device)
     keep, clip_high, clip_low, upper = ratio.finite_BT, none, none, correction.upper
@@ -187,7 +179,7 @@ def _self_factor(weights: Tensor, counted: Tensor, reduce: Reducer | None) -> fl
 
 
 def _ess_cap(rho: Tensor, ratio: LogRatio, correction: Correction, target: float, reduce: Reducer | None) -> float:
-    """Largest of ``ESS_CAPS`` caps C in [1, upper] with ESS(min(rho, C)) >= target over finite tokens.
+    """Largest of `ESS_CAPS` caps C in [1, upper] with ESS(min(rho, C)) >= target over finite tokens.
 
     ESS falls monotonically with C, since E[min(rho, C)^2] <= C E[min(rho, C)]. Below the smallest such C, 1 is used.
     """

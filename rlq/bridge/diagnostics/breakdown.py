@@ -5,8 +5,6 @@ Tables of two parts of a batch, of several ranks or of several steps merge by ad
 Axes: B sequences, T completion tokens (padded).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import pairwise
@@ -39,12 +37,11 @@ class BinnedTable:
     """Sums per bin along one axis."""
 
     axis: str
-    """A key of ``EDGES``."""
-
+    """A key of `EDGES`."""
     sums: Tensor
     """(bins, columns) fp64."""
 
-    def merge(self, other: BinnedTable) -> BinnedTable:
+    def merge(self, other: "BinnedTable") -> "BinnedTable":
         """Table of both parts together."""
         return BinnedTable(self.axis, self.sums + other.sums)
 
@@ -86,8 +83,8 @@ def breakdown(
     """Tables of the mismatch along every axis that the arguments allow.
 
     Args:
-        output: what ``correct`` returned for the batch.
-        sampler_logprobs: (B, T), as passed to ``correct``.
+        output: what `correct` returned for the batch.
+        sampler_logprobs: (B, T), as passed to `correct`.
         entropy: (B, T) nats, of the learner's next-token distribution.
         advantages: (B,) or (B, T).
         reduce: combines sums over the ranks that share the batch.
@@ -136,10 +133,10 @@ def _columns(output: BridgeOutput) -> Tensor:
 
 
 def log_ratio_histogram(sums: BridgeSums, bins: int = 64) -> tuple[list[float], list[float]]:
-    """The batch's histogram of log ratios on ``bins`` equal bins, symmetric about 0 and as wide as the data.
+    """The batch's histogram of log ratios on `bins` equal bins, symmetric about 0 and as wide as the data.
 
     Returns:
-        (counts, edges) with one more edge than counts: what ``numpy.histogram`` returns and wandb takes.
+        (counts, edges) with one more edge than counts: what `numpy.histogram` returns and wandb takes.
     """
     counts = sums.histogram.cpu()
     uppers = torch.tensor(bin_edges(), dtype=torch.float64)
@@ -158,25 +155,18 @@ class WorstToken:
 
     sequence: int
     """Row of the batch."""
-
     position: int
     """Column of the batch."""
-
     token: int
     """Its id."""
-
     context: tuple[int, ...]
     """Ids of the tokens before it, oldest first."""
-
     log_ratio: float
     """Learner minus sampler, bounded."""
-
     learner_logprob: float
     """Nats."""
-
     sampler_logprob: float
     """Nats."""
-
     kept: bool
     """Whether it stayed in the loss."""
 
@@ -194,9 +184,9 @@ def worst_tokens(
     """The tokens with the largest absolute log ratio, worst first.
 
     Args:
-        output: what ``correct`` returned for the batch.
-        learner_logprobs: (B, T), as passed to ``correct``.
-        sampler_logprobs: (B, T), as passed to ``correct``.
+        output: what `correct` returned for the batch.
+        learner_logprobs: (B, T), as passed to `correct`.
+        sampler_logprobs: (B, T), as passed to `correct`.
         token_ids: (B, T) integer, completion ids.
         count: how many at most.
         context: how many ids before the token to keep.

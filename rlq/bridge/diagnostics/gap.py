@@ -10,8 +10,6 @@ so the log ratio is a sum of three: ell = ell_stale + ell_quant + ell_engine.
 Axes: B sequences, T completion tokens (padded).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -33,7 +31,6 @@ class GapAttribution:
 
     k3: dict[str, float]
     """Part to its share of k3, nats per token. A part can be negative where it undoes another."""
-
     tokens: int
     """Tokens with four finite scores, over all ranks."""
 
@@ -48,7 +45,7 @@ class GapAttribution:
         return sum(self.k3.values())
 
     def metrics(self) -> dict[str, float]:
-        """``gap/<part>`` for k3 and ``gap/<part>_logratio`` for E[ell]; nothing where no token could be scored."""
+        """`gap/<part>` for k3 and `gap/<part>_logratio` for E[ell]; nothing where no token could be scored."""
         if not self.tokens:
             return {}
         return {f"gap/{part}": self.k3[part] for part in PARTS} | {

@@ -6,8 +6,6 @@ baseline that was centred over all completions is not centred over the kept ones
 Axes: B sequences, T completion tokens (padded).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -23,40 +21,30 @@ class BiasAudit:
 
     kept_seqs: float
     """Sum of the kept shares."""
-
     dropped_seqs: float
     """Sum of the dropped shares."""
-
     reward_kept: float | None
     """Mean reward of what was kept; None if nothing was."""
-
     reward_dropped: float | None
     """Mean reward of what was dropped; None if nothing was."""
-
     length_kept: float | None
     """Mean completion length of what was kept."""
-
     length_dropped: float | None
     """Mean completion length of what was dropped."""
-
     advantage_kept: float | None
     """Mean advantage of what was kept; its distance from the batch's own mean is bias put into the gradient."""
-
     advantage_dropped: float | None
     """Mean advantage of what was dropped."""
-
     baseline_shift: float | None
     """Mean over groups of abs(mean reward of the kept - mean reward of all): how far GRPO's baseline would move if it
     were taken over what is trained on. None without groups."""
-
     groups_lost_frac: float | None
     """Share of groups of which nothing was kept. None without groups."""
-
     group_kept_mean: float | None
     """Mean over groups of the kept share of a group. None without groups."""
 
     def metrics(self) -> dict[str, float]:
-        """``audit/...`` names to values, without those that are undefined."""
+        """`audit/...` names to values, without those that are undefined."""
         values = {f"audit/{name}": value for name, value in vars(self).items()}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -68,7 +56,7 @@ def bias_audit(
     """Compare what the correction kept with what it dropped.
 
     Args:
-        output: what ``correct`` returned for the batch.
+        output: what `correct` returned for the batch.
         rewards: (B,), one reward per completion.
         advantages: (B,), one advantage per completion.
         groups: (B,) integer, the prompt each completion answers.

@@ -3,8 +3,6 @@
 Axes: B sequences, T completion tokens (padded), K corrections, D gradient features.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,19 +22,14 @@ class ShadowEstimate:
 
     weight_mean: float
     """Mean applied weight over finite tokens, dropped ones as 0."""
-
     ess: float
     """Effective sample size of the applied weights, as a share of the tokens."""
-
     clip_frac: float
     """Share of tokens whose ratio lies beyond a bound."""
-
     kept_token_frac: float
     """Share of tokens that stay in the loss."""
-
     cosine: float
     """Between its policy-gradient estimate and that of the active correction; 0 where either is zero."""
-
     norm_ratio: float
     """Norm of its policy-gradient estimate over that of the active correction; 0 where the latter is zero."""
 
@@ -57,8 +50,8 @@ def shadow(
     """Every named correction on the same batch, its gradient compared with that of the active one.
 
     A correction estimates the policy gradient as g = (1 / denominator) sum_t w_t A_t phi_t over its kept tokens, where
-    phi_t is the gradient of log pi(y_t) with respect to some slice of the parameters: given as ``features``, or summed
-    by ``gradient``. With neither they are taken as orthonormal: the cosine is then that of the coefficients w_t A_t.
+    phi_t is the gradient of log pi(y_t) with respect to some slice of the parameters: given as `features`, or summed
+    by `gradient`. With neither they are taken as orthonormal: the cosine is then that of the coefficients w_t A_t.
 
     Args:
         learner_logprobs: (B, T).
@@ -72,7 +65,7 @@ def shadow(
         reduce: combines sums over the ranks that share the batch.
 
     Raises:
-        ConfigError: inputs that ``correct`` refuses, or shapes that do not match.
+        ConfigError: inputs that `correct` refuses, or shapes that do not match.
     """
     if features is not None and features.shape[:2] != mask.shape:
         raise ConfigError(f"features have shape {tuple(features.shape)}: pass (batch, tokens, features) for the mask")
@@ -97,7 +90,7 @@ def shadow(
 
 
 def shadow_metrics(estimates: Mapping[str, ShadowEstimate]) -> dict[str, float]:
-    """Flat names ``shadow/<correction>/<quantity>``."""
+    """Flat names `shadow/<correction>/<quantity>`."""
     return {f"shadow/{name}/{field}": value for name, e in estimates.items() for field, value in vars(e).items()}
 
 

@@ -4,8 +4,6 @@ Bins are the leading bits of the float itself (sign, exponent, 6 mantissa bits),
 |ell|. The ratio of a bf16 sampler (|ell| about 1e-3) and of an NVFP4 sampler (about 1) are resolved alike.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -24,12 +22,12 @@ QUANTILE_RESOLUTION = 2.0 ** -(_MANTISSA_BITS + 1)
 
 
 def histogram(ell: Tensor, tokens: Tensor, scratch: Tensor) -> Tensor:
-    """Counts of log ratios in fixed bins, ascending: 2 * ``_HALF`` + 1 fp64 values, those beyond +-20 in the end bins.
+    """Counts of log ratios in fixed bins, ascending: 2 * `_HALF` + 1 fp64 values, those beyond +-20 in the end bins.
 
     Args:
         ell: any shape, fp32 or fp64; places that are not tokens hold 0.
         tokens: 0-dim, how many places are tokens.
-        scratch: like ``ell``, overwritten.
+        scratch: like `ell`, overwritten.
     """
     bits = ell.float().view(torch.int32)
     bins = (

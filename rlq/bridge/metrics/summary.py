@@ -1,12 +1,10 @@
 """One pass from a corrected batch to its additive summary.
 
 Everything that is summed is 0 outside the finite tokens, so no pass needs the mask again. k3 and chi2 come from rho - 1
-(``expm1``): as differences of rho they would lose all digits for ratios near 1.
+(`expm1`): as differences of rho they would lose all digits for ratios near 1.
 
 Axes: B sequences, T completion tokens (padded).
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Iterable
@@ -27,11 +25,9 @@ class RawSums:
     """The part of a summary that no correction changes; computed once for many of them."""
 
     entries: dict[str, Tensor | float]
-    """Entries of ``BridgeSums.sums`` by name."""
-
+    """Entries of `BridgeSums.sums` by name."""
     maxima: dict[str, Tensor | float]
-    """Entries of ``BridgeSums.maxima`` by name."""
-
+    """Entries of `BridgeSums.maxima` by name."""
     histogram: Tensor
     """1-D fp64, counts of log ratios."""
 
@@ -63,7 +59,7 @@ def raw_sums(inputs: RuleInputs) -> RawSums:
     return RawSums(entries, _raw_maxima(ratio, diff), histogram(ell, tokens, scratch=diff), scratch_BT=diff)
 
 
-def summarise(ratio: LogRatio, raw: RawSums, applied: Applied) -> BridgeSums:
+def summarize(ratio: LogRatio, raw: RawSums, applied: Applied) -> BridgeSums:
     """Summary of one batch, of one micro-batch, or of one rank's share, under one correction."""
     weights, keep = applied.weights_BT, applied.keep_BT
     entries = raw.entries | {
@@ -109,7 +105,7 @@ def _beyond(log: Tensor) -> Tensor:
 
 
 def _abs_prob_diff(inputs: RuleInputs, rho_m1: Tensor) -> Tensor:
-    """(B, T) abs(p_learner - p_sampler) as p_sampler * abs(rho - 1); overwrites ``rho_m1``."""
+    """(B, T) abs(p_learner - p_sampler) as p_sampler * abs(rho - 1); overwrites `rho_m1`."""
     ratio = inputs.ratio
     sampler = torch.where(ratio.finite_BT, inputs.sampler_BT.to(rho_m1.dtype), 0.0)
     diff = rho_m1.mul_(sampler.clamp_(max=0.0).exp_()).abs_()

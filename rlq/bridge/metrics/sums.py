@@ -1,10 +1,8 @@
 """The bridge's scalar metrics, as sums that can be added: over micro-batches, and over ranks.
 
-No metric is a mean of means. A batch is summarised by three vectors (sums and counts, maxima, a histogram of log
+No metric is a mean of means. A batch is summarized by three vectors (sums and counts, maxima, a histogram of log
 ratios); the vectors of two parts of a batch merge into those of the whole, and every metric is a function of them.
 """
-
-from __future__ import annotations
 
 import math
 from dataclasses import dataclass
@@ -49,12 +47,12 @@ METRIC_NAMES = (
     "bounded_tokens",
     "bounded_seqs",
 )
-"""Names without the ``rlq/`` prefix. The last three are counts: finite tokens, tokens and sequences whose log ratio
-lies beyond the bound of the exponent (a sequence ratio of exp(-120) is 0 in fp32: ``bounded_seqs`` says so).
+"""Names without the `rlq/` prefix. The last three are counts: finite tokens, tokens and sequences whose log ratio
+lies beyond the bound of the exponent (a sequence ratio of exp(-120) is 0 in fp32: `bounded_seqs` says so).
 
-Raw metrics are over the N finite tokens, or over the sequences that have one. ``weight_mean`` is over the N tokens with
-dropped ones as 0, ``weight_min`` and ``weight_max`` over kept tokens; ``mask_frac`` is the share of N dropped token by
-token; ``kept_token_frac`` is over all tokens of the mask, non-finite ones included. ``ppl_ratio`` is the mean over
+Raw metrics are over the N finite tokens, or over the sequences that have one. `weight_mean` is over the N tokens with
+dropped ones as 0, `weight_min` and `weight_max` over kept tokens; `mask_frac` is the share of N dropped token by
+token; `kept_token_frac` is over all tokens of the mask, non-finite ones included. `ppl_ratio` is the mean over
 sequences of learner perplexity over sampler perplexity."""
 
 SUMS: tuple[str, ...] = (
@@ -83,43 +81,41 @@ SUMS: tuple[str, ...] = (
     "rejected_seqs",
     "vetoed_seqs",
 )
-"""Names of the entries of ``BridgeSums.sums``."""
+"""Names of the entries of `BridgeSums.sums`."""
 
 MAXIMA: tuple[str, ...] = ("ell", "neg_ell", "prob_diff", "weight", "neg_weight")
-"""Names of the entries of ``BridgeSums.maxima``."""
+"""Names of the entries of `BridgeSums.maxima`."""
 
 
 @dataclass(frozen=True)
 class BridgeSums:
-    """Additive summary of a batch. ``a.merge(b)`` summarises the batch that a and b are the two parts of."""
+    """Additive summary of a batch. `a.merge(b)` summarizes the batch that a and b are the two parts of."""
 
     sums: Tensor
-    """1-D fp64, sums and counts, by the names of ``SUMS``."""
-
+    """1-D fp64, sums and counts, by the names of `SUMS`."""
     maxima: Tensor
-    """1-D fp64, by the names of ``MAXIMA`` (a minimum is the maximum of the negative); -inf where there was nothing."""
-
+    """1-D fp64, by the names of `MAXIMA` (a minimum is the maximum of the negative); -inf where there was nothing."""
     histogram: Tensor
-    """1-D fp64, counts of log ratios in the bins of ``histogram``."""
+    """1-D fp64, counts of log ratios in the bins of `histogram`."""
 
-    def merge(self, other: BridgeSums) -> BridgeSums:
+    def merge(self, other: "BridgeSums") -> "BridgeSums":
         """Summary of both parts together."""
         return BridgeSums(
             self.sums + other.sums, torch.maximum(self.maxima, other.maxima), self.histogram + other.histogram
         )
 
-    def reduce(self, reducer: Reducer) -> BridgeSums:
+    def reduce(self, reducer: Reducer) -> "BridgeSums":
         """Summary over all ranks: one sum call and one max call."""
         total = reducer.sum(torch.cat([self.sums, self.histogram]))
         n = len(SUMS)
         return BridgeSums(total[:n], reducer.max(self.maxima), total[n:])
 
     def value(self, name: str) -> float:
-        """One entry of ``sums`` by name."""
+        """One entry of `sums` by name."""
         return float(self.sums[SUMS.index(name)])
 
     def metrics(self) -> dict[str, float]:
-        """Metrics by the names of ``METRIC_NAMES``.
+        """Metrics by the names of `METRIC_NAMES`.
 
         A batch without a finite token has no mean and no quantile: it yields its counts alone, never a NaN and never
         a good-looking 0.

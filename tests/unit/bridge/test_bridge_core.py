@@ -1,4 +1,4 @@
-"""Identities of ``correct``: what must hold for any batch, before any number is pinned."""
+"""Identities of `correct`: what must hold for any batch, before any number is pinned."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Rules, levels, normalisation, ESS cap, custom corrections, and numerics at the edges."""
+"""Rules, levels, normalization, ESS cap, custom corrections, and numerics at the edges."""
 
 import math
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlq.bridge import Correction, LogRatio, RejectRule, correct, register_correction
+from rlq.bridge import Correction, LogRatio, RejectRule, correct
 from rlq.errors import ConfigError
 
 BASE = -2.0
@@ -18,7 +18,7 @@ AGGREGATIONS = ("token", "sum", "mean", "max")
 
 
 def run(ell, correction, mask=None, **kwargs):
-    """``correct`` on given log ratios, in float64, with the sampler at a constant log-prob."""
+    """`correct` on given log ratios, in float64, with the sampler at a constant log-prob."""
     ell = torch.as_tensor(ell, dtype=torch.float64)
     mask = torch.ones_like(ell, dtype=torch.bool) if mask is None else mask
     return correct(ell + BASE, torch.full_like(ell, BASE), mask, correction, **kwargs)
@@ -124,7 +124,7 @@ def test_low_precision_inputs_are_upcast_before_the_subtraction(dtype):
     assert out.weights.item() == pytest.approx(math.exp(learner.double().item() - sampler.double().item()), rel=1e-6)
 
 
-def test_batch_normalisation_has_mean_one_over_tokens_or_sequences():
+def test_batch_normalization_has_mean_one_over_tokens_or_sequences():
     ell, mask = ragged()
     token = run(ell, Correction(normalize="batch", veto=None), mask)
     assert token.weights[mask].mean().item() == pytest.approx(1)
@@ -133,7 +133,7 @@ def test_batch_normalisation_has_mean_one_over_tokens_or_sequences():
 
 
 @pytest.mark.parametrize("denominator", ["fixed", "kept"])
-def test_self_normalised_loss_is_the_weighted_mean(denominator):
+def test_self_normalized_loss_is_the_weighted_mean(denominator):
     ell, mask = ragged()
     plain = Correction(mode="mask", lower=0.7, upper=1.5, veto=None, denominator=denominator)
     raw = run(ell, plain, mask)
@@ -180,7 +180,7 @@ class Collective:
 
 
 def on_ranks(ell, mask, correction, ranks):
-    """Run ``correct`` on every rank, again and again, until each collective has been answered with its total."""
+    """Run `correct` on every rank, again and again, until each collective has been answered with its total."""
     totals = []
     while True:
         reducers = [Collective(totals) for _ in range(ranks)]
@@ -215,27 +215,39 @@ def test_several_ranks_equal_one(fields):
         assert (out.denominator, out.upper) == (one.denominator, one.upper)
 
 
-def test_registered_correction_is_used_and_guarded():
-    @register_correction("test/sqrt")
-    def sqrt(ratio: LogRatio) -> torch.Tensor:
-        return ratio.rho_BT.sqrt()
+def square_root(ratio: LogRatio) -> torch.Tensor:
+    return ratio.rho_BT.sqrt()
 
+
+def attached(ratio: LogRatio) -> torch.Tensor:
+    return ratio.rho_BT.requires_grad_()
+
+
+def negative(ratio: LogRatio) -> torch.Tensor:
+    return -ratio.rho_BT
+
+
+def one_per_sequence(ratio: LogRatio) -> torch.Tensor:
+    return ratio.sum_B
+
+
+def not_a_number(ratio: LogRatio) -> torch.Tensor:
+    return ratio.rho_BT * math.nan
+
+
+def two_arguments(ratio: LogRatio, power: float) -> torch.Tensor:
+    return ratio.rho_BT**power
+
+
+def test_weights_of_ones_own_are_used_and_checked():
     ell, mask = ragged()
-    out = run(ell, Correction(custom="test/sqrt"), mask)
+    out = run(ell, Correction(custom=f"{__name__}.square_root"), mask)
     assert torch.allclose(out.weights[mask], (ell[mask] / 2).exp(), rtol=1e-12)
-    for name, weights in {
-        "test/attached": lambda r: r.rho_BT.requires_grad_(),
-        "test/negative": lambda r: -r.rho_BT,
-        "test/shape": lambda r: r.sum_B,
-        "test/nan": lambda r: r.rho_BT * math.nan,
-    }.items():
-        register_correction(name)(weights)
-        with pytest.raises(ConfigError, match=name):
-            run(ell, Correction(custom=name), mask)
-    with pytest.raises(ConfigError, match="test/sqrt"):
-        Correction(custom="test/sqr")
-    with pytest.raises(ConfigError, match="already"):
-        register_correction("test/sqrt")(sqrt)
+    for function in (attached, negative, one_per_sequence, not_a_number):
+        with pytest.raises(ConfigError, match=function.__name__):
+            run(ell, Correction(custom=f"{__name__}.{function.__name__}"), mask)
+    with pytest.raises(ConfigError, match="not a function of one argument"):
+        Correction(custom=f"{__name__}.two_arguments")
 
 
 @pytest.mark.parametrize(
@@ -254,7 +266,9 @@ def test_registered_correction_is_used_and_guarded():
         {"ess_target": 1.5},
         {"ess_target": 0.5, "mode": "mask"},
         {"normalize": "mean"},
-        {"custom": "test/unheard_of"},
+        {"custom": "no.such.weights"},
+        {"custom": "weights"},
+        {"custom": ""},
     ],
 )
 def test_settings_that_cannot_mean_anything_are_refused(fields):

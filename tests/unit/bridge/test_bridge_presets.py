@@ -1,18 +1,18 @@
 """Every preset against the formula of the system it is named after, written again here in float64 numpy.
 
 The references share no code with rlq.bridge. Inputs: 1,000 random ragged batches, extreme ones included, as one stack
-of rows (no preset but the batch-normalised one looks across rows; that one is run batch by batch).
+of rows (no preset but the batch-normalized one looks across rows; that one is run batch by batch).
 """
 
 import re
+import runpy
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from rlq.bridge import Correction, correct
-from rlq.bridge.correction.presets import PRESETS
+from rlq.bridge import CORRECTIONS, Correction, correct
 from rlq.errors import ConfigError
 
 LENGTH = 24
@@ -235,7 +235,7 @@ def reference(name, learner, sampler, mask, advantages):
 
 
 def test_every_preset_has_a_reference():
-    assert set(PRESETS) == set(REFERENCES) | BATCHWISE
+    assert set(CORRECTIONS) == set(REFERENCES) | BATCHWISE
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -252,7 +252,7 @@ def test_preset_equals_its_peers_formula(name, dtype, stacked):
     assert out.denominator == (keep if name in KEPT_DENOMINATOR else mask).sum()
 
 
-def test_batch_normalised_preset_equals_its_peers_formula(batches):
+def test_batch_normalized_preset_equals_its_peers_formula(batches):
     correction = Correction.preset("slime/mis")
     assert Correction.preset("miles/mis") == correction
     for learner, sampler, mask, _ in batches:
@@ -265,6 +265,18 @@ def test_batch_normalised_preset_equals_its_peers_formula(batches):
         np.testing.assert_allclose(out.weights.numpy(), np.where(keep, w / mean, 0.0), rtol=1e-12)
 
 
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_a_preset_that_needs_advantages_says_so_before_anything_is_computed(name, stacked):
+    learner, sampler, mask, _ = (torch.from_numpy(x) for x in stacked)
+    correction = Correction.preset(name)
+    assert correction.needs_advantages == (name in {"prime-rl/dppo", "deepseek/off_policy_sequence_mask"})
+    if correction.needs_advantages:
+        with pytest.raises(ConfigError, match="pass advantages to correct"):
+            correct(learner, sampler, mask, correction)
+    else:
+        assert correct(learner, sampler, mask, correction).metrics["tokens"] == mask.sum()
+
+
 def test_unknown_preset_lists_close_names():
     with pytest.raises(ConfigError, match="verl/decoupled_token_is"):
         Correction.preset("verl/decoupled_tokn_is")
@@ -274,9 +286,10 @@ def test_unknown_preset_lists_close_names():
 
 
 def test_documentation_has_every_preset_and_every_picture():
-    root = Path(__file__).resolve().parents[3] / "docs"
-    page = (root / "corrections.md").read_text()
-    missing = [name for name in PRESETS if not name.startswith("miles/") and f"`{name}`" not in page]
-    assert missing == []
+    docs = Path(__file__).resolve().parents[3] / "docs"
+    page = (docs / "corrections.md").read_text()
+    draw = runpy.run_path(str(docs / "corrections" / "draw.py"))
+    assert page == draw["with_presets"](page), "run python docs/corrections/draw.py"
+    assert all(f"| `{name}` |" in page for name in CORRECTIONS if not name.startswith("miles/"))
     pictures = set(re.findall(r"\(corrections/(\w+)\.png\)", page))
-    assert pictures == {path.stem for path in (root / "corrections").glob("*.png")}
+    assert pictures == {path.stem for path in (docs / "corrections").glob("*.png")} == set(draw["PICTURES"])

@@ -1,15 +1,19 @@
 """Every file in configs/ and every slip that a command line invites, up to the moment before Ray would start."""
 
 import os
+import pickle
 import re
+import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from launch.grpo import main
 from launch.settings import CONFIGS, build_plan, parse, resolve_model, resolve_run_dir
+from rlq.bridge import Correction, correct
 from rlq.errors import ConfigError
 from trainers.checkpoints import mark_complete
 from trainers.learner import load_rewards
@@ -105,7 +109,8 @@ def test_settings_of_every_kind_survive_the_record(tmp_path):
     plan(*flags)
     after, _ = parse(["--config", str(tmp_path / "config.yaml")], DEFAULT)
     assert after == before
-    assert after[3].bridge_veto_low is None
+    assert after[3].bridge_veto_low == "none"
+    assert after[3].correction().veto is None
 
 
 @pytest.mark.parametrize(
@@ -116,8 +121,9 @@ def test_settings_of_every_kind_survive_the_record(tmp_path):
         ("learning_rate: 1e-3", "learning_rate", 1e-3),  # YAML 1.1 reads this as text
         ("learning_rate: 1", "learning_rate", 1.0),
         ("run_name: 17", "run_name", "17"),
-        ("bridge_veto_low: null", "bridge_veto_low", None),
-        ("bridge_veto_low: none", "bridge_veto_low", None),
+        ("bridge_veto_low: null", "bridge_veto_low", "none"),
+        ("bridge_veto_low: none", "bridge_veto_low", "none"),
+        ("bridge_veto_low: 1e-3", "bridge_veto_low", 1e-3),
         ("bridge_upper: .inf", "bridge_upper", float("inf")),
     ],
 )
@@ -143,6 +149,14 @@ def test_a_value_in_a_file_means_what_it_means_as_a_flag(tmp_path, text, field, 
         ("temperature: 0", "use a value above 0"),
         ("top_p: 0.9", "set it to 1.0"),
         ("bridge_mode: tis", "'tis'"),
+        ("bridge_lower: low", "bridge_lower 'low' is neither a number nor none"),
+        ("bridge_reject: [k3]", "write statistic:aggregation:lower:upper"),
+        ("bridge_preset: trl/token_trunc", "did you mean trl/token_truncate"),
+        ("bridge_custom: no.such.weights", "correction 'no.such.weights' cannot be imported"),
+        ("bridge_custom: half", "give the dotted path of a function, such as my_module.my_weights"),
+        ("bridge_custom: os.path.joyn", "cannot be imported"),
+        ("bridge_custom: os.path.curdir", "is not a function of one argument"),
+        ("bridge_custom: os.replace", "is not a function of one argument"),
         ("reward_funcs: [exact_mach]", "reward 'exact_mach' not found; use ['exact_match'] or a dotted path"),
         ("reward_funcs: [no.such.module]", "reward 'no.such.module' not found"),
         ("reward_funcs: [os.path.joyn]", "reward 'os.path.joyn' not found"),
@@ -181,6 +195,96 @@ def test_a_slip_on_the_command_line_is_one_line(argv, message):
 def test_a_file_that_is_no_mapping_is_refused(tmp_path, content):
     (tmp_path / "bad.yaml").write_bytes(content)
     refusal("--config", str(tmp_path / "bad.yaml"))
+
+
+# ---- the bridge
+
+
+def planned(*argv: str) -> Correction:
+    return plan(*argv)[0].correction
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes"),
+    [
+        ((), {}),
+        (("--bridge_upper", "2.0", "--bridge_veto_low", "1e-4"), {"upper": 2.0, "veto": (1e-4, None)}),
+        (("--bridge_upper", "2", "--bridge_level", "token"), {"upper": 2.0}),
+        (("--bridge_mode", "mask", "--bridge_lower", "0.5"), {"mode": "mask", "lower": 0.5}),
+        (("--bridge_veto_high", "50", "--bridge_denominator", "kept"), {"veto": (None, 50.0), "denominator": "kept"}),
+    ],
+    ids=str,
+)
+def test_an_explicit_setting_wins_over_a_preset_and_the_record_is_what_runs(tmp_path, flags, changes):
+    expected = Correction.preset("trl/token_truncate", **changes)
+    assert planned("--bridge_preset", "trl/token_truncate", *flags, "--output_dir", str(tmp_path)) == expected
+    recorded = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert (recorded["bridge_preset"], recorded["bridge_upper"]) == ("trl/token_truncate", expected.upper)
+    assert planned("--config", str(tmp_path / "config.yaml")) == expected
+
+
+@pytest.mark.parametrize("text", ["bridge_upper: 2.0", "bridge_veto_low: 1.0e-4"])
+def test_a_setting_in_a_file_wins_over_a_preset_on_the_command_line(tmp_path, text):
+    name, value = text.split(": ")
+    correction = planned(
+        *("--config", variant(tmp_path, text)),
+        *("--bridge_preset", "trl/token_truncate", "--output_dir", str(tmp_path / "run")),
+    )
+    changes = {"upper": 2.0} if name == "bridge_upper" else {"veto": (float(value), None)}
+    assert correction == Correction.preset("trl/token_truncate", **changes)
+
+
+@pytest.mark.parametrize(
+    ("preset", "text", "changes"),
+    [
+        ("rlq/default", "bridge_veto_low: none", {"veto": None}),
+        ("skyrl/token_tis_outlier", "bridge_veto_low: null", {"veto": (None, 100.0)}),
+        ("openrlhf/tis", "bridge_lower: none", {"lower": None}),
+        ("verl/decoupled_k3_rs_seq_tis", "bridge_reject: none", {"reject": None}),
+        ("verl/decoupled_k3_rs_seq_tis", "bridge_reject: null", {"reject": None}),
+    ],
+)
+def test_none_switches_off_what_a_preset_says(tmp_path, preset, text, changes):
+    file = variant(tmp_path, f"bridge_preset: {preset}\n{text}")
+    expected = Correction.preset(preset, **changes)
+    assert planned("--config", file, "--output_dir", str(tmp_path)) == expected
+    assert planned("--config", str(tmp_path / "config.yaml")) == expected
+
+
+OLD_RECORD = """
+bridge_custom: null
+bridge_denominator: fixed
+bridge_ess_target: null
+bridge_level: token
+bridge_lower: null
+bridge_mode: truncate
+bridge_normalize: none
+bridge_reject: null
+bridge_upper: 2.0
+bridge_veto_high: null
+bridge_veto_low: 0.0001
+"""
+
+
+def test_an_older_record_opens_unless_its_preset_hid_what_ran(tmp_path):
+    old = variant(tmp_path, OLD_RECORD + "bridge_preset: null")
+    assert planned("--config", old, "--output_dir", str(tmp_path / "run")) == Correction()
+    named = variant(tmp_path, OLD_RECORD + "bridge_preset: trl/token_truncate")
+    message = refusal("--config", named, "--output_dir", str(tmp_path / "other"))
+    assert "'trl/token_truncate' beside settings that an older rlq ignored" in message
+    assert "keep the bridge_ lines that you chose yourself" in message
+
+
+def test_weights_of_ones_own_are_found_by_their_dotted_path(tmp_path, monkeypatch):
+    (tmp_path / "my_corrections.py").write_text("def half(ratio):\n    return 0.5 * ratio.rho_BT\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    flags = ("--bridge_custom", "my_corrections.half", "--output_dir", str(tmp_path / "run"))
+    correction = pickle.loads(pickle.dumps(planned(*flags)))
+    sys.modules.pop("my_corrections")  # as on a rank, where nothing imported it yet
+    logprobs = torch.full((2, 3), -1.0)
+    out = correct(logprobs, logprobs, torch.ones(2, 3, dtype=torch.bool), correction)
+    assert out.weights.tolist() == [[0.5] * 3] * 2
+    assert planned("--config", str(tmp_path / "run" / "config.yaml")) == correction
 
 
 # ---- run directory

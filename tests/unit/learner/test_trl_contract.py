@@ -18,7 +18,7 @@ import torch
 from grpo_steps import BATCH, EOS, GROUP, LENGTH, MODEL, THREE, TOKENIZER, build, reference_samplers
 from transformers import AutoModelForCausalLM
 
-from rlq.bridge import Correction, register_correction
+from rlq.bridge import Correction, LogRatio
 from rlq.errors import SamplerError
 from rlq.publish import tensor_digest
 from rlq.types import Rollout, Sampling
@@ -82,12 +82,23 @@ def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None
 
 
 def constant(value: float) -> Correction:
-    """A correction that gives every token the weight `value`."""
-    return Correction(custom=f"contract/{value}", veto=None)
+    """A correction that gives every token the weight `value`: 0, 0.5 or 1."""
+    return Correction(custom=f"{__name__}.{CONSTANTS[value].__name__}", veto=None)
 
 
-for _value in (0.0, 0.5, 1.0):
-    register_correction(f"contract/{_value}")(lambda ratio, value=_value: torch.full_like(ratio.exact_BT, value))
+def nothing(ratio: LogRatio) -> torch.Tensor:
+    return torch.zeros_like(ratio.exact_BT)
+
+
+def half(ratio: LogRatio) -> torch.Tensor:
+    return torch.full_like(ratio.exact_BT, 0.5)
+
+
+def whole(ratio: LogRatio) -> torch.Tensor:
+    return torch.ones_like(ratio.exact_BT)
+
+
+CONSTANTS = {0.0: nothing, 0.5: half, 1.0: whole}
 
 
 def shifted(where: Callable[[int, int], bool], by: float) -> Callable[[list[Rollout]], list[Rollout]]:
