@@ -4,8 +4,10 @@ Axes: B completions, T completion tokens, G samples per prompt.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
+
+import numpy as np
 
 from .emulate.probe import Probe
 from .errors import ConfigError, SamplerError
@@ -47,16 +49,16 @@ class Request:
     """Sample i draws from a generator seeded with `seed + i`; unique per run, step and prompt."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rollout:
-    """One sampled completion and who sampled it."""
+    """One sampled completion and what sampled it."""
 
     prompt_ids: tuple[int, ...]
     """The request's prompt."""
-    token_ids: tuple[int, ...]
-    """Sampled ids as the engine drew them, never re-tokenized; T of them."""
-    logprobs: tuple[float, ...]
-    """`sampler_logprobs`: log-prob in nats of each sampled token under the tempered sampler distribution; T of them."""
+    token_ids: np.ndarray
+    """(T,) int64: sampled ids as the engine drew them, never re-tokenized."""
+    logprobs: np.ndarray
+    """(T,) float32: `sampler_logprobs`, in nats, of the sampled tokens under the tempered sampler distribution."""
     finish_reason: str
     """`stop` (an end token was drawn) or `length`."""
     version: int
@@ -73,8 +75,17 @@ class Rollout:
             raise SamplerError(
                 f"{len(self.token_ids)} tokens with {len(self.logprobs)} log-probs; the engine must return one each"
             )
-        if any(value is None for value in self.logprobs):
-            raise SamplerError("a sampled token came without its log-prob; request logprobs=0 from the engine")
+        if (self.token_ids.dtype, self.logprobs.dtype) != (np.int64, np.float32):
+            raise SamplerError(
+                f"token ids are {self.token_ids.dtype}, log-probs {self.logprobs.dtype}, not int64 and float32; "
+                "request logprobs=0 from the engine, so that no sampled token comes without its log-prob"
+            )
+
+    def __eq__(self, other: object) -> bool:
+        """True if every field is equal, arrays element by element."""
+        if not isinstance(other, Rollout):
+            return NotImplemented
+        return all(np.array_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
 
 
 @dataclass(frozen=True)
@@ -131,7 +142,7 @@ class Sampler(Protocol):
         """
         ...
 
-    def switch(self, scheme: Scheme) -> None:
+    def change_scheme(self, scheme: Scheme) -> None:
         """Serve another scheme from the next install on, and nothing until then."""
         ...
 

@@ -128,7 +128,7 @@ class QuantGRPOTrainer(GRPOTrainer):
 
     def switch_scheme(self, scheme: Scheme) -> None:
         """Sample under another scheme from the next publish on."""
-        self.vllm_generation.switch(scheme)
+        self.vllm_generation.change_scheme(scheme)
         self._last_loaded_step = -1  # publish again even if no step lies in between
 
     def _refuse_nonfinite(self, metrics: dict[str, float]) -> None:

@@ -398,7 +398,7 @@ class SamplerPool:
                     self._join(member)
         self.size = num_samplers
 
-    def switch(self, scheme: Scheme) -> None:
+    def change_scheme(self, scheme: Scheme) -> None:
         """Start fresh actors for another scheme; they serve nothing until the next install."""
         self.scheme, self.version, self._snapshot, self._ahead = scheme, None, None, None
         self._keep_whole(None)

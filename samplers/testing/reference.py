@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -30,9 +31,9 @@ class TransformersSampler:
         self.config = CONFIG_MAPPING[model_config["model_type"]].from_dict(
             {k: v for k, v in model_config.items() if k != "quantization_config"}
         )
-        self.switch(scheme)
+        self.change_scheme(scheme)
 
-    def switch(self, scheme: Scheme) -> None:
+    def change_scheme(self, scheme: Scheme) -> None:
         """Build the model anew for `scheme`; it serves nothing until the next install."""
         self.model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32).eval().requires_grad_(False)
         self.scheme = scheme
@@ -103,8 +104,8 @@ class TransformersSampler:
         assert self.version is not None
         return Rollout(
             request.prompt_ids,
-            tuple(tokens),
-            tuple(logprobs),
+            np.array(tokens, np.int64),
+            np.array(logprobs, np.float32),
             reason,
             self.version,
             self.scheme.name,
@@ -115,7 +116,7 @@ class TransformersSampler:
     @torch.no_grad()
     def score(self, rollout: Rollout) -> torch.Tensor:
         """Log-probs (T,) in nats of a rollout's tokens under the served weights, teacher-forced."""
-        ids = torch.tensor([rollout.prompt_ids + rollout.token_ids])
+        ids = torch.tensor([*rollout.prompt_ids, *rollout.token_ids.tolist()])[None]
         start = len(rollout.prompt_ids) - 1
         logits = self.model(input_ids=ids).logits[0, start:-1]
         log_p = torch.log_softmax(logits.float() / rollout.temperature, dim=-1)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from rlq.errors import SamplerError, SnapshotError
@@ -116,7 +117,8 @@ class ScriptedEngine:
                 break
             time.sleep(self.script.call_s / len(requests))
             for i in range(r.num_samples):
-                sampled = (r.prompt_ids, (r.seed + i,), (-1.0,), "stop", version, self.scheme.name)
+                token_ids, logprobs = np.array([r.seed + i]), np.array([-1.0], np.float32)
+                sampled = (r.prompt_ids, token_ids, logprobs, "stop", version, self.scheme.name)
                 rollouts.append(Rollout(*sampled, sampling.temperature, r.seed + i))
         return rollouts
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from rlq.emulate.probe import Probe
@@ -251,9 +252,9 @@ class VllmSampler:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(staged.tensors.items())})
         self._on_model(head.repack)
 
-    def switch(self, scheme: Scheme) -> None:
+    def change_scheme(self, scheme: Scheme) -> None:
         """An engine serves one scheme for life; a pool replaces its engines."""
-        raise SamplerError(f"a single engine cannot switch to {scheme.name!r}; use a SamplerPool")
+        raise SamplerError(f"a single engine cannot change to {scheme.name!r}; use a SamplerPool")
 
     def digest(self) -> str:
         """Digest of the tensors that the engine holds now."""
@@ -343,15 +344,15 @@ class VllmSampler:
         return scores
 
     def _rollout(self, request: Request, sample, sampling: Sampling, version: int) -> Rollout:
-        token_ids = tuple(sample.token_ids)
-        if tuple(sample.logprobs.token_ids) != token_ids:
+        token_ids = list(sample.token_ids)
+        if sample.logprobs.token_ids != token_ids:
             raise SamplerError(
                 "the engine's log-probs belong to other tokens than it sampled; this vLLM is not supported"
             )
         return Rollout(
             prompt_ids=request.prompt_ids,
-            token_ids=token_ids,
-            logprobs=tuple(sample.logprobs.logprobs),
+            token_ids=np.array(token_ids, np.int64),
+            logprobs=np.array(sample.logprobs.logprobs, np.float32),  # as vLLM computed them
             finish_reason=sample.finish_reason,
             version=version,
             scheme=self.scheme.name,

@@ -75,7 +75,7 @@ def test_a_version_is_served_exactly_whatever_came_before(fp8):
     assert fp8.install(snaps[1]).digest == snaps[1].digest
     again = fp8.generate(requests(), SAMPLING, version=1)
     assert before == again, "the same version must sample the same rollouts, log-probs included, bit for bit"
-    assert [r.logprobs for r in before] != [r.logprobs for r in between]
+    assert [r.logprobs.tolist() for r in before] != [r.logprobs.tolist() for r in between]
 
 
 def test_deltas_leave_the_engine_with_exactly_the_published_version(fp8, monkeypatch):
@@ -117,7 +117,7 @@ def test_interrupted_sampling_leaves_complete_groups_and_a_clean_engine(fp8):
     assert len(found) % 2 == 0
     assert 0 < len(found) < len(wanted)
     seeds = {rollout.seed for rollout in found}
-    assert [r.token_ids for r in found] == [r.token_ids for r in wanted if r.seed in seeds]
+    assert [r.token_ids.tolist() for r in found] == [r.token_ids.tolist() for r in wanted if r.seed in seeds]
     assert fp8.generate(many, long, version=1) == []
     fp8.install(snap)
     assert fp8.generate(many, long, version=1) == wanted
@@ -175,7 +175,7 @@ def test_seeds_reproduce_and_differ(fp8):
     assert one == fp8.generate(requests(), SAMPLING, version=0)
     shifted = [Request(r.prompt_ids, r.num_samples, r.seed + 500) for r in requests()]
     two = fp8.generate(shifted, SAMPLING, version=0)
-    assert [r.token_ids for r in one] != [r.token_ids for r in two]
+    assert [r.token_ids.tolist() for r in one] != [r.token_ids.tolist() for r in two]
     assert len({r.seed for r in one}) == len(one)
 
 
@@ -186,7 +186,7 @@ def test_every_declared_end_token_ends_a_completion_and_keeps_its_log_prob(fp8):
     rollouts = fp8.generate(requests(), both, version=0)
     ends = {r.token_ids[-1] for r in rollouts if r.finish_reason == "stop"}
     assert ends == {EOS, nine}
-    assert all(not {EOS, nine} & set(r.token_ids[:-1]) for r in rollouts)
+    assert all(not {EOS, nine} & set(r.token_ids[:-1].tolist()) for r in rollouts)
     assert all(len(r.logprobs) == len(r.token_ids) for r in rollouts)
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,6 +47,6 @@ def test_vllm_alone_serves_what_rlq_writes(scheme, method, kernel, tmp_path):
     gaps = []
     for row in answer["rows"]:
         prompt, tokens, found = tuple(row["prompt"]), tuple(row["tokens"]), tuple(row["logprobs"])
-        rollout = Rollout(prompt, tokens, found, "length", 0, scheme, 1.0, 0)
+        rollout = Rollout(prompt, np.array(tokens), np.array(found, np.float32), "length", 0, scheme, 1.0, 0)
         gaps.append((reference.score(rollout) - torch.tensor(found)).abs())
     assert float(torch.cat(gaps).mean()) < 0.03

@@ -53,7 +53,7 @@ def pool(ray_session):
 
 
 def tokens(rollouts) -> list[tuple[int, ...]]:
-    return [r.token_ids for r in rollouts]
+    return [tuple(r.token_ids.tolist()) for r in rollouts]
 
 
 def test_rollouts_come_back_in_request_order_with_their_version(pool):
@@ -131,7 +131,7 @@ def test_after_a_switch_the_pool_serves_the_other_scheme_only():
     pool = make_pool(count=1)
     pool.install(snap(1))
     bf16 = Scheme.preset("bf16")
-    pool.switch(bf16)
+    pool.change_scheme(bf16)
     with pytest.raises(SamplerError, match="asked for version 1, serving None"):
         pool.generate(REQUESTS, SAMPLING, version=1)
     with pytest.raises(SnapshotError, match="snapshot is 'fp8', this sampler serves 'bf16'"):

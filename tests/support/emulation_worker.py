@@ -66,7 +66,7 @@ def couples_batch(scheme: Scheme) -> bool:
 def stepwise_score(reference: TransformersSampler, rollout: Rollout) -> torch.Tensor:
     """Log-probs with the inputs that an engine sees: the prompt at once, then one token after the other."""
     step, cache, found = torch.tensor([rollout.prompt_ids]), None, []
-    for token in rollout.token_ids:
+    for token in rollout.token_ids.tolist():
         out = reference.model(input_ids=step, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         found.append(torch.log_softmax(out.logits[0, -1], -1)[token])

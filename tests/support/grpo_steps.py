@@ -63,8 +63,8 @@ class Edited:
     def interrupt(self, version: int) -> None:
         self.sampler.interrupt(version)
 
-    def switch(self, scheme: Scheme) -> None:
-        self.sampler.switch(scheme)
+    def change_scheme(self, scheme: Scheme) -> None:
+        self.sampler.change_scheme(scheme)
         self.scheme = scheme
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ def snap(version: int):
 
 
 def tokens(pool: SamplerPool, version: int) -> list[int]:
-    return [r.token_ids[0] for r in pool.generate(REQUESTS, SAMPLING, version)]
+    return [int(r.token_ids[0]) for r in pool.generate(REQUESTS, SAMPLING, version)]
 
 
 def main() -> None:

@@ -172,10 +172,10 @@ class SamplerGeneration:
             install, self._install = self._install, None
             self.trainer.log_rlq(install.result())
 
-    def switch(self, scheme: Scheme) -> None:
+    def change_scheme(self, scheme: Scheme) -> None:
         """Serve another scheme from the next publish on; batches that were asked for before keep theirs."""
         if self.samplers is not None:
-            self._worker.submit(self.samplers.switch, scheme).result()
+            self._worker.submit(self.samplers.change_scheme, scheme).result()
 
     def close(self) -> None:
         """Forget what was asked for ahead; waits for what is being sampled, so that the samplers can be closed."""
@@ -205,9 +205,9 @@ class SamplerGeneration:
         self.rollout_versions, self.prompt_width = [r.version for r in everyone], max(map(len, prompts))
         return (
             [list(r.prompt_ids) for r in rollouts],
-            [list(r.token_ids) for r in rollouts],
-            [[[value] for value in r.logprobs] for r in rollouts],
-            [[[token] for token in r.token_ids] for r in rollouts],
+            [r.token_ids.tolist() for r in rollouts],
+            [r.logprobs[:, None].tolist() for r in rollouts],
+            [r.token_ids[:, None].tolist() for r in rollouts],
         )
 
     def _order(self, prompts: list[list[int]]) -> Ordered:

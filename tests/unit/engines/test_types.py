@@ -3,17 +3,20 @@
 import math
 import pickle
 
+import numpy as np
 import pytest
 
 from rlq.errors import ConfigError, SamplerError
 from rlq.types import Request, Rollout, Sampling
 
+LOGPROBS = np.array([-0.5, -1.5, -0.25], np.float32)
+
 
 def rollout(**changes) -> Rollout:
     fields = {
         "prompt_ids": (5, 6),
-        "token_ids": (7, 8, 1),
-        "logprobs": (-0.5, -1.5, -0.25),
+        "token_ids": np.array([7, 8, 1]),
+        "logprobs": LOGPROBS,
         "finish_reason": "stop",
         "version": 3,
         "scheme": "fp8",
@@ -30,23 +33,37 @@ def test_a_complete_rollout_is_kept_as_it_is_and_travels():
         whole.version = 4  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("field", ["prompt_ids", "token_ids", "logprobs", "finish_reason", "version", "seed"])
+def test_rollouts_are_equal_only_if_every_field_is(field):
+    other = {
+        "prompt_ids": (5, 7),
+        "token_ids": np.array([7, 8, 2]),
+        "logprobs": np.nextafter(LOGPROBS, np.float32(0)),
+        "finish_reason": "length",
+        "version": 4,
+        "seed": 12,
+    }
+    assert rollout() == rollout()
+    assert rollout() != rollout(**{field: other[field]})
+
+
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_an_unset_logprob_is_refused(position):
-    logprobs = [-0.5, -1.5, -0.25]
-    logprobs[position] = None  # type: ignore[call-overload]
-    with pytest.raises(SamplerError, match="without its log-prob; request logprobs=0"):
-        rollout(logprobs=tuple(logprobs))
+    logprobs: list[float | None] = LOGPROBS.tolist()
+    logprobs[position] = None
+    with pytest.raises(SamplerError, match=r"request logprobs=0 .* without its log-prob"):
+        rollout(logprobs=np.array(logprobs))
 
 
 @pytest.mark.parametrize("logprobs", [(), (-0.5,), (-0.5, -1.5), (-0.5, -1.5, -0.25, -1.0)])
 def test_unequal_lengths_are_refused_with_both_numbers(logprobs):
     with pytest.raises(SamplerError, match=f"3 tokens with {len(logprobs)} log-probs") as error:
-        rollout(logprobs=logprobs)
+        rollout(logprobs=np.array(logprobs, np.float32))
     assert "\n" not in str(error.value)
 
 
 def test_a_nonfinite_logprob_passes_because_the_bridge_counts_it():
-    assert math.isnan(rollout(logprobs=(-0.5, math.nan, -math.inf)).logprobs[1])
+    assert math.isnan(rollout(logprobs=np.array([-0.5, math.nan, -math.inf], np.float32)).logprobs[1])
 
 
 @pytest.mark.parametrize("temperature", [0.0, -0.5, math.nan, -math.inf])

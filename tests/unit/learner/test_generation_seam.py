@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,7 +86,8 @@ PROMPTS = [[1, 2], [1, 2], [3]]
 
 
 def answers() -> list[Rollout]:
-    return [Rollout(tuple(p), (7 + i, 1), (-0.5, -0.1), "stop", 4, "fp8", 1.0, i) for i, p in enumerate(PROMPTS)]
+    logprobs = np.array([-0.5, -0.1], np.float32)
+    return [Rollout(tuple(p), np.array([7 + i, 1]), logprobs, "stop", 4, "fp8", 1.0, i) for i, p in enumerate(PROMPTS)]
 
 
 def test_complete_rollouts_in_order_pass():

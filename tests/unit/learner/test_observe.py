@@ -143,7 +143,7 @@ def test_the_guard_falls_back_to_bf16_and_the_ratio_is_one_again(samplers, tmp_p
     assert first["rlq/sampler_kl_k3"] > 1e-5
     assert second["rlq/sampler_kl_k3"] < 1e-5
     assert trainer.observer.scheme.name == "bf16"
-    samplers["fp8"].switch(FP8)
+    samplers["fp8"].change_scheme(FP8)
 
 
 def test_the_guard_promotes_the_worst_layers(samplers, tmp_path):
@@ -151,7 +151,7 @@ def test_the_guard_promotes_the_worst_layers(samplers, tmp_path):
     promoted = set(trainer.observer.scheme.ignore) - set(FP8.ignore)
     assert promoted
     assert all(set(siblings(module)) <= promoted for module in promoted), "fused layers move together"
-    samplers["fp8"].switch(FP8)
+    samplers["fp8"].change_scheme(FP8)
 
 
 def test_promotion_takes_the_largest_relative_error(samplers, tmp_path):

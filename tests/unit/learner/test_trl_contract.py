@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from grpo_steps import BATCH, EOS, GROUP, LENGTH, MODEL, THREE, TOKENIZER, build, reference_samplers
@@ -106,7 +107,7 @@ def shifted(where: Callable[[int, int], bool], by: float) -> Callable[[list[Roll
 
     def edit(rollouts: list[Rollout]) -> list[Rollout]:
         return [
-            replace(r, logprobs=tuple(v + by if where(b, t) else v for t, v in enumerate(r.logprobs)))
+            replace(r, logprobs=r.logprobs + np.array([by * where(b, t) for t in range(len(r.logprobs))], np.float32))
             for b, r in enumerate(rollouts)
         ]
 
@@ -202,8 +203,9 @@ def test_weights_of_0_stop_learning_and_weights_of_a_half_halve_it(make):
 @pytest.mark.parametrize("value", [math.nan, -math.inf, -9999.0])
 def test_a_nonfinite_token_leaves_loss_and_denominator_and_is_counted(make, value):
     def edit(rollouts):
-        first = rollouts[0].logprobs
-        return [replace(rollouts[0], logprobs=(first[0], value, *first[2:])), *rollouts[1:]]
+        logprobs = rollouts[0].logprobs.copy()
+        logprobs[1] = value
+        return [replace(rollouts[0], logprobs=logprobs), *rollouts[1:]]
 
     gradients, batch, log = one_step(make, edit=edit, max_nonfinite_frac=0.5)
     sampler = batch["sampling_per_token_logps"]
@@ -217,7 +219,7 @@ def test_a_nonfinite_token_leaves_loss_and_denominator_and_is_counted(make, valu
 
 def test_too_many_nonfinite_tokens_stop_the_run(make):
     def edit(rollouts):
-        return [replace(rollouts[0], logprobs=(math.nan,) * len(rollouts[0].logprobs)), *rollouts[1:]]
+        return [replace(rollouts[0], logprobs=rollouts[0].logprobs * math.nan), *rollouts[1:]]
 
     trainer, steps = make(edit=edit)
     with pytest.raises(SamplerError, match=r"^\d of \d+ sampled tokens have no finite log-prob; .*broken") as error:
