@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlq.emulate.model import emulate, load_snapshot
+from rlq.emulate.scores import log_distribution, pick
 from rlq.formats.schemes import Scheme
 from rlq.publish import snapshot
 from rlq.quantize import fake_quantize
@@ -65,8 +66,8 @@ def differentiable_score(
     logprobs, entropies = [], []
     for part in torch.arange(len(ids)).split(SEQUENCES_AT_ONCE):
         logits = model(input_ids=ids[part], attention_mask=attention[part], position_ids=positions[part]).logits
-        log_p = torch.log_softmax(logits[:, -length - 1 : -1].float() / temperature, dim=-1)
-        logprobs.append(log_p.gather(-1, out["completion_ids"][part][..., None])[..., 0])
+        log_p = log_distribution(logits[:, -length - 1 : -1], temperature)
+        logprobs.append(pick(log_p, out["completion_ids"][part]))
         entropies.append(-(log_p.exp() * log_p).sum(-1))
     return torch.cat(logprobs), torch.cat(entropies)
 

@@ -4,42 +4,35 @@ from typing import Any
 
 import torch
 
-from ..formats.schemes import LayerScheme, Scheme
+from ..errors import ConfigError
+from ..formats.schemes import Scheme, fused_siblings
 from ..publish.types import Snapshot
-from ..quantize import QuantizedTensor
-from ..weights.hooks import add_cache_scales, attentions, cache_through
-from ..weights.quantize import CACHE_SCALES, INPUT_GLOBAL_SCALE, INPUT_SCALE
-from .linear import emulated_linear, quantize_heads
+from ..weights.hooks import add_cache_scales, attentions, cache_through, linears
+from ..weights.quantize import CACHE_SCALES
+from .linear import EmulatedLinear, quantize_heads
 
 
-class EmulatedLinear(torch.nn.Module):
-    """A linear layer that holds published tensors and multiplies through `rlq.emulate.linear.emulated_linear`."""
+def emulate(model: Any, scheme: Scheme, *, trainable: bool = False) -> None:
+    """Replace, in place, every linear that `scheme` quantizes by an `EmulatedLinear`, and round what is cached.
 
-    def __init__(self, linear: torch.nn.Linear, scheme: LayerScheme):
-        super().__init__()
-        self.scheme = scheme
-        self.input_scale: torch.Tensor | None = None
-        self.weight = torch.nn.Parameter(torch.empty_like(linear.weight), requires_grad=False)
-        self.bias = linear.bias
+    Args:
+        model: a causal model of transformers.
+        scheme: model scheme.
+        trainable: keep the parameters as masters, see `EmulatedLinear`; otherwise they wait for `load_snapshot`.
 
-    def load(self, wire: dict[str, torch.Tensor]) -> None:
-        """Take the layer's wire tensors."""
-        assert self.scheme.weights is not None
-        weight = QuantizedTensor.from_wire(wire, self.scheme.weights, self.weight.shape[1])
-        self.weight.copy_(weight.dequantize(self.weight.dtype))
-        self.input_scale = wire.get(INPUT_SCALE, wire.get(INPUT_GLOBAL_SCALE))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply."""
-        return emulated_linear(x, self.weight, self.bias, self.scheme.activations, self.input_scale)
-
-
-def emulate(model: Any, scheme: Scheme) -> None:
-    """Replace, in place, every linear that `scheme` quantizes by an `EmulatedLinear`, and round what is cached."""
-    for name, module in list(model.named_modules()):
+    Raises:
+        ConfigError: trainable, and the scheme has recipes, which work on a whole model's weights.
+    """
+    if trainable and scheme.recipe:
+        raise ConfigError(f"scheme '{scheme}' cannot be trained through its recipes; leave them out")
+    replaced: dict[str, EmulatedLinear] = {}
+    for name, module in linears(model).items():
         layer = scheme.layer(name)
-        if isinstance(module, torch.nn.Linear) and layer.weights is not None:
-            model.set_submodule(name, EmulatedLinear(module, layer))
+        if layer.weights is not None:
+            replaced[name] = EmulatedLinear(module, layer, trainable=trainable)
+            model.set_submodule(name, replaced[name])
+    for name, module in replaced.items():
+        module.fused = tuple(replaced[sibling] for sibling in fused_siblings(name) if sibling in replaced)
     if scheme.kv_cache is not None:
         _emulate_cache(model, scheme.kv_cache, scheme.calibrated_cache)
 

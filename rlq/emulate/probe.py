@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import SamplerError
+from .scores import token_logprobs
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,5 @@ def teacher_forced(model: Any, prompts: Sequence[tuple[int, ...]]) -> list[tuple
     scores = []
     for prompt in prompts:
         ids = torch.tensor([prompt], device=model.device)
-        log_p = torch.log_softmax(model(input_ids=ids).logits[0, :-1].float(), dim=-1)
-        scores.append(tuple(log_p.gather(1, ids[0, 1:, None])[:, 0].tolist()))
+        scores.append(tuple(token_logprobs(model(input_ids=ids).logits[0, :-1], ids[0, 1:]).tolist()))
     return scores

@@ -11,7 +11,6 @@ from ..quantize.reference import spans_tensor, tensor_scale
 from ..quantize.tensor import QuantizedTensor
 from .canonical import check_finite
 
-# Calibrated scale of a layer's input: the suffix depends on whether it is the scale itself or NVFP4's divisor.
 INPUT_SCALE, INPUT_GLOBAL_SCALE = "input_scale", "input_global_scale"
 CACHE_SCALES = ("k_scale", "v_scale")
 
@@ -128,6 +127,16 @@ def cache_scales(scheme: Scheme, amax: Mapping[str, tuple[float, float]]) -> dic
     }
 
 
+def input_scale_suffix(activations: TensorScheme) -> str:
+    """Name of a layer's calibrated input scale: the scale itself, or NVFP4's divisor."""
+    return INPUT_SCALE if activations.block_format is None else INPUT_GLOBAL_SCALE
+
+
+def input_scale(amax: float, activations: TensorScheme) -> torch.Tensor:
+    """A layer's calibrated input scale as it is published, fp32 (1,), from the largest magnitude of its input."""
+    return tensor_scale(torch.tensor([amax], dtype=torch.float32), activations)
+
+
 def _input_scale(module: str, layer: LayerScheme, input_amax: Mapping[str, float]) -> dict[str, torch.Tensor]:
     assert layer.activations is not None
     if module not in input_amax:
@@ -135,5 +144,4 @@ def _input_scale(module: str, layer: LayerScheme, input_amax: Mapping[str, float
             f"static activations need the calibrated input of {module!r}; calibrate, or use a dynamic scheme"
         )
     amax = max(input_amax[sibling] for sibling in fused_siblings(module) if sibling in input_amax)
-    suffix = INPUT_SCALE if layer.activations.block_format is None else INPUT_GLOBAL_SCALE
-    return {suffix: tensor_scale(torch.tensor([amax], dtype=torch.float32), layer.activations)}
+    return {input_scale_suffix(layer.activations): input_scale(amax, layer.activations)}

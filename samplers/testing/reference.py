@@ -11,6 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlq.emulate.model import emulate, load_snapshot
 from rlq.emulate.probe import Probe, teacher_forced
+from rlq.emulate.scores import log_distribution, token_logprobs
 from rlq.errors import SamplerError, SnapshotError
 from rlq.formats.schemes import Scheme
 from rlq.publish import Snapshot, check_specs, snapshot
@@ -95,7 +96,7 @@ class TransformersSampler:
         while len(tokens) < sampling.max_tokens and (not tokens or tokens[-1] not in sampling.stop_token_ids):
             out = self.model(input_ids=step_input, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
-            log_p = torch.log_softmax(out.logits[0, -1].float() / sampling.temperature, dim=-1)
+            log_p = log_distribution(out.logits[0, -1], sampling.temperature)
             token = int(torch.multinomial(log_p.exp(), 1, generator=generator))
             tokens.append(token)
             logprobs.append(float(log_p[token]))
@@ -119,8 +120,7 @@ class TransformersSampler:
         ids = torch.tensor([*rollout.prompt_ids, *rollout.token_ids.tolist()])[None]
         start = len(rollout.prompt_ids) - 1
         logits = self.model(input_ids=ids).logits[0, start:-1]
-        log_p = torch.log_softmax(logits.float() / rollout.temperature, dim=-1)
-        return log_p.gather(1, ids[0, start + 1 :, None])[:, 0]
+        return token_logprobs(logits, ids[0, start + 1 :], rollout.temperature)
 
     def close(self) -> None:
         """Nothing to release."""

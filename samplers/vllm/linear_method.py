@@ -21,7 +21,7 @@ from rlq.formats.elements import ELEMENTS
 from rlq.formats.schemes import LayerScheme, TensorScheme
 from rlq.quantize import QuantizedTensor, quantize_activations
 from rlq.quantize.reference import spans_tensor
-from rlq.weights.quantize import INPUT_GLOBAL_SCALE, INPUT_SCALE
+from rlq.weights.quantize import INPUT_GLOBAL_SCALE, input_scale_suffix
 
 # Derived parameters; never on the wire.
 COMPUTE_WEIGHT, COMPUTE_INPUT_SCALE = "compute_weight", "compute_input_scale"
@@ -111,11 +111,8 @@ class EmulatedLinearMethod(LinearMethodBase):
         if packed and element.kind == "int":
             per_shard("weight_shape", torch.int64, 2)
         if self.scheme.static:
-            per_shard(self._input_scale_name())
-
-    def _input_scale_name(self) -> str:
-        assert self.scheme.activations is not None
-        return INPUT_SCALE if self.scheme.activations.block_format is None else INPUT_GLOBAL_SCALE
+            assert self.scheme.activations is not None
+            per_shard(input_scale_suffix(self.scheme.activations))
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Dequantize once per installed version."""
@@ -143,7 +140,8 @@ class EmulatedLinearMethod(LinearMethodBase):
             derived = {COMPUTE_WEIGHT: self._dequantize(params, widths, self.scheme.weights)}
         if self.scheme.static:
             # Fused shards read one input; were their scales to differ, the one that covers all would be right.
-            name = self._input_scale_name()
+            assert self.scheme.activations is not None
+            name = input_scale_suffix(self.scheme.activations)
             scale = params[name].min() if name == INPUT_GLOBAL_SCALE else params[name].max()
             derived[COMPUTE_INPUT_SCALE] = scale.reshape(1).clone()
         return derived
