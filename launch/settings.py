@@ -1,7 +1,6 @@
 """From a YAML file and flags to a checked plan; everything here runs before anything expensive."""
 
 import difflib
-import os
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -11,6 +10,7 @@ import yaml
 
 from rlq.bridge.correction.options import BridgeConfig, read_nulls
 from rlq.errors import ConfigError
+from rlq.files import write_renamed
 from samplers.options import SamplerConfig
 from trainers.checkpoints import resolve_resume
 from trainers.compat import TrlParser
@@ -144,9 +144,7 @@ def write_config(run_dir: Path, resolved: dict) -> None:
     """Create the run directory and write the resolved configuration; ConfigError if it is not writable."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        partial = run_dir / "config.yaml.partial"
-        partial.write_text(yaml.safe_dump(resolved, sort_keys=True))
-        os.replace(partial, run_dir / "config.yaml")
+        write_renamed(run_dir / "config.yaml", yaml.safe_dump(resolved, sort_keys=True).encode())
     except OSError as error:
         raise ConfigError(
             f"run directory {run_dir} is not writable ({error.strerror}); choose another --output_dir"

@@ -2,7 +2,7 @@
 
 
 class RlqError(Exception):
-    """Root of every error that rlq raises on purpose; its message is one line and names the mend."""
+    """Root of every error that rlq raises on purpose; its message is one line that says what to do."""
 
 
 class ConfigError(RlqError, ValueError):

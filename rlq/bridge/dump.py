@@ -1,14 +1,12 @@
 """Rollouts on disk: what a correction needs, and what a reader of its output wants beside it.
 
-A dump is a file or a folder of files. `.parquet` holds one row per completion, its per-token columns as lists without
-padding; `.safetensors` and `.npz` hold padded (B, T) arrays. Dumps of other frameworks are read as they are when
-their arrays go by one of the names in `ALIASES`; two log-probs and a mask are enough.
+A dump is a `.parquet` file or a folder of them. A row is a completion; its per-token columns are lists without padding.
 
 Axes: B sequences, T completion tokens (padded).
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -17,25 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-
-ALIASES: dict[str, tuple[str, ...]] = {
-    "logprobs": ("learner_logprobs", "trainer_logprobs", "per_token_logps"),
-    "old_logprobs": ("old_log_probs", "old_log_prob", "old_per_token_logps", "train_log_probs", "prev_logprobs"),
-    "sampler_logprobs": (
-        "rollout_log_probs",
-        "rollout_log_prob",
-        "rollout_logprobs",
-        "sampling_per_token_logps",
-        "generation_logprobs",
-        "inference_logprobs",
-        "infer_logprobs",
-    ),
-    "mask": ("response_mask", "completion_mask", "loss_mask", "loss_masks", "action_mask", "token_mask"),
-    "token_ids": ("responses", "completion_ids", "input_ids"),
-    "reward": ("rewards", "scores"),
-    "advantage": ("advantages",),
-}
-"""Names under which other frameworks keep the same arrays."""
+from ..files import write_renamed
 
 _PER_TOKEN = ("logprobs", "old_logprobs", "sampler_logprobs", "mask", "token_ids")
 
@@ -82,34 +62,30 @@ class Rollouts:
 
 
 def write_rollouts(path: str | os.PathLike[str], rollouts: Rollouts) -> None:
-    """Write one batch as `.parquet` or `.safetensors`; the file appears whole or not at all.
+    """Write one batch as `.parquet`; the file appears whole or not at all.
 
     Raises:
         ConfigError: another suffix.
     """
+    import pyarrow
+    import pyarrow.parquet
+
     path = Path(path)
-    writers = {".parquet": _write_parquet, ".safetensors": _write_safetensors}
-    if path.suffix not in writers:
-        raise ConfigError(f"cannot write rollouts as {path.name}: name it .parquet or .safetensors")
-    partial = path.with_name(f".{path.name}.partial")
-    writers[path.suffix](partial, rollouts)
-    partial.replace(path)
+    if path.suffix != ".parquet":
+        raise ConfigError(f"cannot write rollouts as {path.name}: name it .parquet")
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table(_columns(rollouts)), sink)
+    write_renamed(path, memoryview(sink.getvalue()))
 
 
 def read_rollouts(path: str | os.PathLike[str], *, batch: int = 512) -> Iterator[Rollouts]:
-    """Batches of at most `batch` completions, files in order of name; parquet is read batch by batch.
+    """Batches of at most `batch` completions, files in order of name, read batch by batch.
 
     Raises:
         ConfigError: nothing readable there, or a file lacks log-probs or mask; the message lists what it has.
     """
     for file in dump_files(path):
-        if file.suffix == ".parquet":
-            yield from _read_parquet(file, batch)
-            continue
-        arrays = _named(_load_arrays(file), file)
-        rows = len(arrays["mask"])
-        for start in range(0, rows, batch):
-            yield _rollouts({name: x[start : start + batch] for name, x in arrays.items()}, file)
+        yield from _read(file, batch)
 
 
 def dump_files(path: str | os.PathLike[str]) -> list[Path]:
@@ -119,30 +95,18 @@ def dump_files(path: str | os.PathLike[str]) -> list[Path]:
         ConfigError: there is none.
     """
     path = Path(path)
-    files = [path] if path.is_file() else sorted(p for p in path.glob("*") if not p.name.startswith("."))
-    files = [p for p in files if p.suffix in (".parquet", ".safetensors", ".npz")]
-    if not files:
-        raise ConfigError(f"no rollouts at {path}: give a .parquet, .safetensors or .npz file, or a folder of them")
+    files = [path] if path.is_file() else sorted(p for p in path.glob("*.parquet") if not p.name.startswith("."))
+    if not files or files[0].suffix != ".parquet":
+        raise ConfigError(f"no rollouts at {path}: give a .parquet file, or a folder of them")
     return files
 
 
-def _present(rollouts: Rollouts) -> dict[str, Tensor]:
-    values = {f.name: getattr(rollouts, f.name) for f in fields(rollouts) if f.name != "scheme"}
-    return {name: value.detach().cpu().contiguous() for name, value in values.items() if value is not None}
-
-
-def _write_safetensors(path: Path, rollouts: Rollouts) -> None:
-    from safetensors.torch import save_file
-
-    schemes = {"scheme": "\n".join(rollouts.scheme)} if rollouts.scheme else None
-    save_file(_present(rollouts), str(path), metadata=schemes)
-
-
-def _write_parquet(path: Path, rollouts: Rollouts) -> None:
+def _columns(rollouts: Rollouts) -> dict:
+    """Arrow arrays, one entry per completion."""
     import pyarrow
-    import pyarrow.parquet
 
-    tensors = _present(rollouts)
+    values = {f.name: getattr(rollouts, f.name) for f in fields(rollouts) if f.name != "scheme"}
+    tensors = {name: value.detach().cpu().contiguous() for name, value in values.items() if value is not None}
     mask = tensors["mask"]
     # A row keeps the span from its first to its last completion token: padding of either side goes, holes stay.
     position = torch.arange(mask.shape[1])
@@ -152,25 +116,24 @@ def _write_parquet(path: Path, rollouts: Rollouts) -> None:
     columns = {}
     for name, tensor in tensors.items():
         if name in _PER_TOKEN:
-            values = tensor[span]
-            values = values if name in ("mask", "token_ids") else values.float()
-            columns[name] = pyarrow.ListArray.from_arrays(offsets, pyarrow.array(values.numpy()))
+            flat = tensor[span] if name in ("mask", "token_ids") else tensor[span].float()
+            columns[name] = pyarrow.ListArray.from_arrays(offsets, pyarrow.array(flat.numpy()))
         else:
             columns[name] = pyarrow.array(tensor.numpy())
     if rollouts.scheme is not None:
         columns["scheme"] = pyarrow.array(rollouts.scheme)
-    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return columns
 
 
-def _read_parquet(path: Path, batch: int) -> Iterator[Rollouts]:
+def _read(path: Path, batch: int) -> Iterator[Rollouts]:
     import pyarrow.parquet
 
     file = pyarrow.parquet.ParquetFile(path)
     names = _names(file.schema_arrow.names, path)
-    for record in file.iter_batches(batch_size=batch, columns=[*names]):
+    for record in file.iter_batches(batch_size=batch, columns=names):
         arrays: dict[str, np.ndarray] = {}
-        for column, name in names.items():
-            values = record.column(column)
+        for name in names:
+            values = record.column(name)
             arrays[name] = _padded(values) if name in _PER_TOKEN else values.to_numpy(zero_copy_only=False)
         yield _rollouts(arrays, path)
 
@@ -183,34 +146,16 @@ def _padded(lists) -> np.ndarray:
     return out
 
 
-def _load_arrays(path: Path) -> dict[str, np.ndarray]:
-    if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as arrays:
-            return dict(arrays)
-    from safetensors import safe_open
-
-    with safe_open(str(path), framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        schemes = (file.metadata() or {}).get("scheme")
-    arrays = {name: (x.float() if x.is_floating_point() else x).numpy() for name, x in tensors.items()}
-    return arrays | ({"scheme": np.array(schemes.split("\n"))} if schemes else {})
-
-
-def _names(found: list[str], path: Path) -> dict[str, str]:
-    """Column of the file to field of `Rollouts`, for the columns that are understood."""
-    known = {f.name: f.name for f in fields(Rollouts)} | {a: name for name, many in ALIASES.items() for a in many}
-    names = {column: known[column] for column in found if column in known}
-    missing = {"sampler_logprobs", "mask"} - set(names.values())
-    if missing or not {"old_logprobs", "logprobs"} & set(names.values()):
+def _names(found: list[str], path: Path) -> list[str]:
+    """The columns of a file that are fields of `Rollouts`."""
+    names = [f.name for f in fields(Rollouts) if f.name in found]
+    missing = {"sampler_logprobs", "mask"} - set(names)
+    if missing or not {"old_logprobs", "logprobs"} & set(names):
         raise ConfigError(
             f"{path} lacks {', '.join(sorted(missing)) or 'old_logprobs or logprobs'}; it has {', '.join(found)}: "
-            "rename arrays to these names"
+            "rename columns to these names"
         )
     return names
-
-
-def _named(arrays: Mapping[str, np.ndarray], path: Path) -> dict[str, np.ndarray]:
-    return {name: arrays[column] for column, name in _names([*arrays], path).items()}
 
 
 def _rollouts(arrays: dict[str, np.ndarray], path: Path) -> Rollouts:

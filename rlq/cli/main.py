@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import ConfigError, RlqError
+from .outcome import Outcome
 
 
 @dataclass(frozen=True)
@@ -32,21 +33,11 @@ class Command:
     """One line for `rlq --help`."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a subcommand found; it has printed its own tables by then."""
-
-    report: Mapping[str, Any]
-    """What `--json FILE` receives. JSON knows neither NaN nor infinity: they become null."""
-    ok: bool = True
-    """False gives exit code 1."""
-
-
 COMMANDS = (
     Command("doctor", "rlq.cli.doctor", "check this machine and what is installed on it"),
     Command("quantize", "rlq.cli.quantize", "write a quantized checkpoint and print the error of every weight"),
     Command("formats", "rlq.cli.formats", "list number formats and schemes, with the numbers of their specifications"),
-    Command("replay", "rlq.bridge.replay", "recompute corrections on dumped rollouts and compare them"),
+    Command("replay", "rlq.cli.replay", "recompute corrections on dumped rollouts and compare them"),
 )
 
 
@@ -58,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `rlq ARGV` and returns its exit code."""
+    """Run `rlq ARGV` and return the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args = _parser(chosen=next((word for word in argv if not word.startswith("-")), None)).parse_args(argv)
     try:

@@ -11,7 +11,7 @@ from ..errors import ConfigError
 from ..formats.schemes import PRESETS, Scheme
 from ..publish.convert import QuantizedWeight, quantize_checkpoint
 from ..recipes.base import needs
-from .main import Outcome
+from .outcome import Outcome
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rlq.cli.doctor import wandb_mode
+from rlq.environment import wandb_mode
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ Axes: B sequences, T completion tokens (padded), K corrections, D gradient featu
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,6 +94,20 @@ def shadow_metrics(estimates: Mapping[str, ShadowEstimate]) -> dict[str, float]:
     return {f"shadow/{name}/{field}": value for name, e in estimates.items() for field, value in vars(e).items()}
 
 
+def coefficients(outputs: Sequence[BridgeOutput], advantages: Tensor, denominators: Sequence[float]) -> Tensor:
+    """(K, N) fp64 w_t A_t / denominator of the N finite tokens under K corrections.
+
+    Args:
+        outputs: what `correct_all` made of one batch.
+        advantages: (B,) or (B, T).
+        denominators: one per correction; 1 where batches are added up.
+    """
+    finite = outputs[0].finite
+    advantage = (advantages if advantages.ndim == 2 else advantages[:, None].expand_as(finite))[finite].double()
+    weights = [out.weights[finite].double() / each for out, each in zip(outputs, denominators, strict=True)]
+    return torch.stack(weights) * advantage
+
+
 def _gram(
     outputs: list[BridgeOutput],
     advantages: Tensor,
@@ -103,18 +117,17 @@ def _gram(
 ) -> Tensor:
     """(K, K) fp64 inner products of the policy-gradient estimates."""
     finite = outputs[0].finite
-    advantage = (advantages if advantages.ndim == 2 else advantages[:, None].expand_as(finite))[finite].double()
-    coefficients = torch.stack([o.weights[finite].double() / o.denominator for o in outputs]) * advantage
+    each = coefficients(outputs, advantages, [out.denominator for out in outputs])
     if features is None and gradient is None:
-        gram = coefficients @ coefficients.T
+        gram = each @ each.T
         return gram if reduce is None else reduce.sum(gram.flatten()).view_as(gram)
     if gradient is not None:
-        placed = coefficients.new_zeros(len(outputs), *finite.shape)
-        placed[:, finite] = coefficients
-        gradients = torch.stack([gradient(each).double() for each in placed])
+        placed = each.new_zeros(len(outputs), *finite.shape)
+        placed[:, finite] = each
+        gradients = torch.stack([gradient(row).double() for row in placed])
     else:
         assert features is not None
-        gradients = coefficients @ features[finite].double()
+        gradients = each @ features[finite].double()
     if reduce is not None:
         gradients = reduce.sum(gradients.flatten()).view_as(gradients)
     return gradients @ gradients.T

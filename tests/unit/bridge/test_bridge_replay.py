@@ -1,16 +1,18 @@
 """Dumps survive the disk, and a replay says what the training run would have said."""
 
 import json
+import os
 from dataclasses import replace
 
-import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 
 from rlq.bridge import Correction, Rollouts, correct, read_rollouts, write_rollouts
-from rlq.bridge.dump import ALIASES
-from rlq.bridge.replay import parse_correction, replay
+from rlq.bridge.replay import replay
 from rlq.cli.main import main
+from rlq.cli.replay import parse_correction
 from rlq.errors import ConfigError
 
 
@@ -41,12 +43,11 @@ def merged(batches):
     return replay(batches, {"d": Correction()}).report()["d"]
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "safetensors"])
 @pytest.mark.parametrize("batch", [512, 7])
-def test_a_dump_gives_back_every_completion_token(tmp_path, suffix, batch):
+def test_a_dump_gives_back_every_completion_token(tmp_path, batch):
     written = rollouts()
-    write_rollouts(tmp_path / f"step-1.{suffix}", written)
-    assert [p.name for p in tmp_path.iterdir()] == [f"step-1.{suffix}"]
+    write_rollouts(tmp_path / "step-1.parquet", written)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-1.parquet"]
     read = list(read_rollouts(tmp_path, batch=batch))
     assert [len(r.mask) for r in read] == ([20] if batch > 20 else [7, 7, 6])
     for name in ("sampler_logprobs", "old_logprobs", "token_ids"):
@@ -81,9 +82,7 @@ def test_replay_equals_the_correction_of_the_whole_batch(tmp_path):
     corrections = {name: Correction.preset(name) for name in names}
     report = replay(read_rollouts(tmp_path, batch=7), corrections).report()
     for name, correction in corrections.items():
-        whole = correct(
-            written.learner(), written.sampler_logprobs, written.mask, correction, advantages=written.advantage
-        )
+        whole = correct(written.learner(), written.sampler_logprobs, written.mask, correction, advantages=advantage)
         cosine = report[name].pop("cosine")
         assert report[name] == pytest.approx(whole.metrics, rel=1e-6)
         ours = correct(written.learner(), written.sampler_logprobs, written.mask, corrections["rlq/default"])
@@ -91,29 +90,34 @@ def test_replay_equals_the_correction_of_the_whole_batch(tmp_path):
         assert cosine == pytest.approx(torch.cosine_similarity(*g, dim=0).item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("learner", ALIASES["old_logprobs"])
-def test_other_frameworks_arrays_are_read_by_their_own_names(tmp_path, learner):
-    ours = rollouts()
-    for sampler, mask in zip(ALIASES["sampler_logprobs"], ALIASES["mask"], strict=False):
-        np.savez(
-            tmp_path / "dump.npz",
-            **{learner: ours.old_logprobs, sampler: ours.sampler_logprobs, mask: ours.mask.long()},
-            something_else=np.zeros(3),
-        )
-        read = merged(read_rollouts(tmp_path / "dump.npz"))
-        assert read == pytest.approx({k: v for k, v in merged([ours]).items() if k != "cosine"}, rel=1e-6)
+def test_a_dump_whose_writing_failed_leaves_the_last_one(tmp_path, monkeypatch):
+    write_rollouts(tmp_path / "a.parquet", rollouts())
+    before = (tmp_path / "a.parquet").read_bytes()
+    monkeypatch.setattr(os, "replace", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write_rollouts(tmp_path / "a.parquet", rollouts(seed=1))
+    assert (tmp_path / "a.parquet").read_bytes() == before
+    assert len(list(read_rollouts(tmp_path))) == 1
+
+
+def parquet(path, **columns):
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
 
 
 def test_files_that_cannot_be_replayed_say_what_they_have(tmp_path):
     with pytest.raises(ConfigError, match="no rollouts"):
         list(read_rollouts(tmp_path))
-    np.savez(tmp_path / "x.npz", sampler_logprobs=np.zeros((1, 2)), mask=np.ones((1, 2)))
-    with pytest.raises(ConfigError, match="old_logprobs or logprobs"):
+    (tmp_path / "x.npz").touch()
+    with pytest.raises(ConfigError, match=r"give a \.parquet file"):
+        list(read_rollouts(tmp_path / "x.npz"))
+    zeros = [[0.0, 0.0]]
+    parquet(tmp_path / "x.parquet", sampler_logprobs=zeros, mask=[[1, 1]])
+    with pytest.raises(ConfigError, match=r"lacks old_logprobs or logprobs; it has sampler_logprobs, mask"):
         list(read_rollouts(tmp_path))
-    np.savez(tmp_path / "x.npz", old_logprobs=np.zeros((1, 2)), sampler_logprobs=np.zeros((1, 2)), mask=[[0.5, 1]])
+    parquet(tmp_path / "x.parquet", old_logprobs=zeros, sampler_logprobs=zeros, mask=[[0.5, 1.0]])
     with pytest.raises(ConfigError, match="other values than 0 and 1"):
         list(read_rollouts(tmp_path))
-    with pytest.raises(ConfigError, match="parquet or"):
+    with pytest.raises(ConfigError, match=r"name it \.parquet"):
         write_rollouts(tmp_path / "x.csv", rollouts())
     with pytest.raises(ConfigError, match="has no logprobs"):
         rollouts().learner("logprobs")

@@ -11,6 +11,8 @@ import pytest
 
 from rlq.cli import doctor
 from rlq.cli import main as cli
+from rlq.cli.outcome import Outcome
+from rlq.environment import wandb_mode
 from rlq.errors import ConfigError, SnapshotError
 
 
@@ -30,15 +32,15 @@ def command(monkeypatch: pytest.MonkeyPatch):
 
 
 def _raise(error: Exception):
-    def run(args: argparse.Namespace) -> cli.Outcome:
+    def run(args: argparse.Namespace) -> Outcome:
         raise error
 
     return run
 
 
 def test_exit_code_follows_the_outcome(command):
-    assert command(lambda args: cli.Outcome({}))() == 0
-    assert command(lambda args: cli.Outcome({}, ok=False))() == 1
+    assert command(lambda args: Outcome({}))() == 0
+    assert command(lambda args: Outcome({}, ok=False))() == 1
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_an_error_that_is_not_ours_is_not_hidden(command):
 
 @pytest.mark.parametrize("argv", [["probe", "--cuont", "3"], ["probe", "--count", "x"], ["prove"], []])
 def test_bad_usage_is_one_line_and_exit_code_2(command, capsys, argv):
-    command(lambda args: cli.Outcome({}))
+    command(lambda args: Outcome({}))
     with pytest.raises(SystemExit) as exit_info:
         cli.main(argv)
     assert exit_info.value.code == 2
@@ -68,7 +70,7 @@ def test_bad_usage_is_one_line_and_exit_code_2(command, capsys, argv):
 
 def test_json_is_strict_even_for_infinities(command, tmp_path: Path):
     report = {"sqnr_db": float("inf"), "layers": [{"gap": float("nan")}, (1.5, "a")]}
-    assert command(lambda args: cli.Outcome(report))("--json", str(tmp_path / "out.json")) == 0
+    assert command(lambda args: Outcome(report))("--json", str(tmp_path / "out.json")) == 0
     text = (tmp_path / "out.json").read_text()
     assert json.loads(text) == {"sqnr_db": None, "layers": [{"gap": None}, [1.5, "a"]]}
 
@@ -107,7 +109,7 @@ def test_doctor_reports_every_check_and_agrees_with_its_exit_code(tmp_path: Path
     report = json.loads((tmp_path / "doctor.json").read_text())
     shown = capsys.readouterr().out
     assert all(check["name"] in shown for check in report["checks"])
-    assert all(check["mend"] for check in report["checks"] if check["status"] != "ok")
+    assert all(check["fix"] for check in report["checks"] if check["status"] != "ok")
     assert code == (0 if report["ok"] else 1)
     assert report["ok"] == all(check["status"] != "fail" for check in report["checks"])
 
@@ -164,3 +166,14 @@ def test_doctor_notices_that_vllm_was_told_to_leave_the_plugin_out(monkeypatch):
 )
 def test_compute_capability_in_words(capability, expected):
     assert doctor._precisions(capability).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("host", "mode"), [("api.wandb.ai", "online"), ("wandb.example.org", "online"), ("forge.example.org", "offline")]
+)
+def test_wandb_is_online_only_with_a_login_at_a_wandb_host(tmp_path: Path, monkeypatch, host, mode):
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "netrc").write_text(f"machine {host} login user password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert wandb_mode()[0] == mode

@@ -1,4 +1,4 @@
-"""Settings: what would bias the ratio or cannot run is refused at construction, in one line that names the mend."""
+"""Settings: what would bias the ratio or cannot run is refused at construction, in one line that says what to do."""
 
 import math
 import pickle
@@ -51,7 +51,7 @@ def test_every_required_setting_has_a_refusal_test():
 
 
 @pytest.mark.parametrize(("name", "allowed", "reason"), REQUIRED, ids=[name for name, _, _ in REQUIRED])
-def test_settings_that_bias_the_ratio_are_refused_with_reason_and_mend(name, allowed, reason):
+def test_settings_that_bias_the_ratio_are_refused_with_reason_and_fix(name, allowed, reason):
     with pytest.raises(ConfigError) as error:
         config(**{name: REFUSED[name]})
     message = one_line(error.value)
@@ -63,7 +63,7 @@ def test_settings_that_bias_the_ratio_are_refused_with_reason_and_mend(name, all
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name, allowed, _ in REQUIRED for value in allowed], ids=str
 )
-def test_the_mend_that_the_message_names_is_accepted(name, value):
+def test_the_fix_that_the_message_names_is_accepted(name, value):
     assert getattr(config(**{name: value}), name) == value
 
 
