@@ -143,7 +143,7 @@ class Delta:
                 published one.
         """
         self.check_base(base.version, base.digest)
-        changed = {name: patch.apply_to(base.tensors[name].clone()) for name, patch in self.patches()}
+        changed = {name: patch.apply_to(base.tensors[name].to("cpu", copy=True)) for name, patch in self.patches()}
         info, tensors = self.info, base.tensors | changed
         found = tensor_digest(tensors)
         if found != info.digest:
@@ -224,7 +224,7 @@ def apply(base: Snapshot, blob: bytes | memoryview) -> Snapshot:
 
 
 def flat_integers(tensor: torch.Tensor) -> np.ndarray:
-    """Elements of a contiguous CPU tensor as the unsigned integers that they are stored as, flat, without a copy."""
+    """Elements of a contiguous tensor as the unsigned integers that they are stored as, flat; see `as_bytes`."""
     return as_bytes(tensor).view(INTEGERS[tensor.element_size()])
 
 

@@ -8,10 +8,18 @@ import torch
 
 from .types import TensorSpec
 
+PIECE = 1 << 26
+"""Bytes that are copied from a device at once to be hashed."""
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor as flat uint8, on its own device."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """View a contiguous CPU tensor as flat uint8, without a copy."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    """A contiguous tensor as flat uint8: a view of a CPU tensor, a copy of one that lives on another device."""
+    return flat_bytes(tensor).cpu().numpy()
 
 
 def tensor_digest(tensors: dict[str, torch.Tensor]) -> str:
@@ -21,7 +29,10 @@ def tensor_digest(tensors: dict[str, torch.Tensor]) -> str:
 
 def own_digest(name: str, tensor: torch.Tensor) -> bytes:
     """One tensor's part of `tensor_digest`: its name and spec as text, then SHA-256 of its bytes."""
-    return digest_entry(name, TensorSpec.of(tensor), hashlib.sha256(as_bytes(tensor).data).digest())
+    hashed = hashlib.sha256()
+    for piece in flat_bytes(tensor).split(PIECE):
+        hashed.update(as_bytes(piece).data)
+    return digest_entry(name, TensorSpec.of(tensor), hashed.digest())
 
 
 def digest_entry(name: str, spec: TensorSpec, sha256: bytes) -> bytes:
@@ -30,5 +41,5 @@ def digest_entry(name: str, spec: TensorSpec, sha256: bytes) -> bytes:
 
 
 def combined_digest(own: Mapping[str, bytes]) -> str:
-    """`tensor_digest` of the tensors whose parts are given, for whoever cannot hold them all."""
+    """`tensor_digest` from the parts of all tensors, which need not be in memory together."""
     return hashlib.sha256(b"".join(own[name] for name in sorted(own))).hexdigest()

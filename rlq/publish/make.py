@@ -8,7 +8,7 @@ from ..formats.schemes import Scheme, TensorScheme
 from ..quantize import QuantizedTensor
 from ..recipes.base import Recipe, build, transform
 from ..recipes.statistics import Statistics
-from ..weights.canonical import bf16_checkpoint
+from ..weights.canonical import bf16_tensors
 from ..weights.quantize import Rounding, cache_scales, check_scheme, quantize_weights, round_to_nearest
 from .digest import tensor_digest
 from .types import Snapshot
@@ -19,30 +19,34 @@ def snapshot(
     scheme: Scheme,
     version: int,
     statistics: Statistics | None = None,
+    *,
+    keep_on_device: bool = False,
 ) -> Snapshot:
     """Quantize a learner's parameters into the snapshot that samplers install.
+
+    Every weight is cast and quantized on the device on which it lives; what leaves the device are codes and scales.
 
     Args:
         named_tensors: `model.named_parameters()` or the items of a state dict.
         scheme: model scheme.
         version: learner step, at least 0.
         statistics: what `rlq.recipes.base.needs(scheme)` asks for, collected on these weights.
+        keep_on_device: leave codes and scales there, for a transport between devices; the default copies each of
+            them to the host, once.
 
     Raises:
-        SnapshotError: see `rlq.weights.canonical.bf16_checkpoint`; or the scheme quantizes nothing.
+        SnapshotError: see `rlq.weights.canonical.bf16_tensors`; a value is not finite; or the scheme quantizes nothing.
         ConfigError: see `rlq.weights.quantize.check_scheme`; static scales without their statistics; or an unknown
             recipe.
     """
     statistics = statistics or Statistics()
     recipes = build(scheme.recipe)
-    named = list(named_tensors)
-    live = {tensor.data_ptr() for _, tensor in named}
-    weights = transform(recipes, bf16_checkpoint(named, check=False), statistics)  # quantizing checks
-    check_scheme(scheme, {name: weight.shape for name, weight in weights.items()})
+    bf16 = bf16_tensors(named_tensors)
+    check_scheme(scheme, bf16.shapes)
+    weights = transform(recipes, bf16, statistics)
     tensors: dict[str, torch.Tensor] = {}
     for _, wire in quantize_weights(weights, scheme, statistics.input_amax, rounding(recipes, statistics)):
-        # What is published as it is must not move with the learner.
-        tensors |= {name: t.clone() if t.data_ptr() in live else t for name, t in wire.items()}
+        tensors |= wire if keep_on_device else {name: tensor.cpu() for name, tensor in wire.items()}
     if scheme.calibrated_cache:
         tensors |= cache_scales(scheme, statistics.cache_amax)
     return Snapshot(tensors, version, scheme, tensor_digest(tensors))

@@ -1,32 +1,45 @@
 """A snapshot as one flat buffer."""
 
 import warnings
+from typing import overload
 
-import numpy as np
 import torch
 
 from ..formats.schemes import Scheme
-from .digest import as_bytes
+from .digest import flat_bytes
 from .types import PackedSnapshot, Snapshot, TensorSpec
 
 ALIGN = 64
 """Bytes; every tensor of a packed buffer starts at a multiple, for vector loads."""
 
 
-def pack(snap: Snapshot) -> PackedSnapshot:
-    """Copy a snapshot into one aligned buffer."""
-    entries, offset = [], 0
+@overload
+def pack(snap: Snapshot) -> PackedSnapshot: ...
+@overload
+def pack(snap: Snapshot, device: torch.device | str) -> tuple[dict, torch.Tensor]: ...
+def pack(snap: Snapshot, device: torch.device | str | None = None) -> PackedSnapshot | tuple[dict, torch.Tensor]:
+    """Copy a snapshot into one aligned buffer.
+
+    Args:
+        snap: the snapshot; its tensors may live anywhere.
+        device: where to put the buffer.
+
+    Returns:
+        The packed snapshot in host memory; with a device, the header and the buffer there, uint8.
+    """
+    entries = []
+    offset = 0
     for name, tensor in snap.tensors.items():
         spec = TensorSpec.of(tensor)
         entries.append(
             {"name": name, "dtype": spec.dtype, "shape": spec.shape, "offset": offset, "nbytes": tensor.nbytes}
         )
         offset += -(-tensor.nbytes // ALIGN) * ALIGN
-    buffer = np.empty(offset, dtype=np.uint8)
+    buffer = torch.empty(offset, dtype=torch.uint8, device=device or "cpu")
     for entry, tensor in zip(entries, snap.tensors.values(), strict=True):
-        buffer[entry["offset"] : entry["offset"] + entry["nbytes"]] = as_bytes(tensor)
+        buffer[entry["offset"] : entry["offset"] + entry["nbytes"]].copy_(flat_bytes(tensor))
     header = {"version": snap.version, "scheme": snap.scheme.to_dict(), "digest": snap.digest, "tensors": entries}
-    return PackedSnapshot(header, buffer)
+    return PackedSnapshot(header, buffer.numpy()) if device is None else (header, buffer)
 
 
 def unpack(packed: PackedSnapshot) -> Snapshot:

@@ -29,7 +29,7 @@ class Snapshot:
     """One version of the policy as samplers serve it."""
 
     tensors: dict[str, torch.Tensor]
-    """Wire tensors by compressed-tensors name, grouped by layer; CPU, contiguous."""
+    """Wire tensors by compressed-tensors name, grouped by layer; contiguous, on any device."""
     version: int
     """Learner step that the weights come from."""
     scheme: Scheme

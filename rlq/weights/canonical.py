@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -24,23 +24,45 @@ def canonical_name(name: str) -> str:
     return name
 
 
-def bf16_checkpoint(
-    named_tensors: Iterable[tuple[str, torch.Tensor]], *, check: bool = True
-) -> dict[str, torch.Tensor]:
-    """Cast a learner's parameters to the bf16 checkpoint that samplers are quantized from.
+class Bf16(Mapping[str, torch.Tensor]):
+    """A learner's tensors in bf16 by canonical name, cast when they are read, on the device on which they live.
 
-    A learner usually holds fp32 masters; casting here, once, makes "the policy at version v" one well-defined set of
-    bf16 values on both sides. A tensor that appears under two names (a tied head) is kept under the first.
+    Reading returns a new tensor each time, so that nothing that is published shares memory with the learner.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]):
+        self._tensors = tensors
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes by name, without a cast."""
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._tensors[name].detach()
+        return tensor.to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def bf16_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Bf16:
+    """The bf16 checkpoint that samplers are quantized from, tensor by tensor.
+
+    A learner usually holds fp32 masters; casting makes "the policy at version v" one well-defined set of bf16 values
+    on both sides. A tensor that appears under two names (a tied head) is kept under the first.
 
     Args:
         named_tensors: `model.named_parameters()` or the items of a gathered state dict; any device and float dtype.
-        check: look for non-finite values; False for who does so while reading the tensors anyway.
-
-    Returns:
-        Contiguous bf16 CPU tensors by canonical name; storage may be shared with a bf16 CPU input.
 
     Raises:
-        SnapshotError: unmerged adapters, two tensors with one canonical name, or a non-finite value.
+        SnapshotError: unmerged adapters, or two tensors with one canonical name.
     """
     out: dict[str, torch.Tensor] = {}
     seen: dict[tuple, torch.Tensor] = {}  # held, so that no address is handed out twice while names are compared
@@ -56,9 +78,14 @@ def bf16_checkpoint(
             raise SnapshotError(
                 f"two tensors are called {name!r} once wrappers are stripped; publish one model at a time"
             )
-        out[name] = tensor.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
-    if check:
-        check_finite(out)
+        out[name] = tensor
+    return Bf16(out)
+
+
+def bf16_checkpoint(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """`bf16_tensors`, all of them at once; raises SnapshotError for a value that is not finite, too."""
+    out = dict(bf16_tensors(named_tensors))
+    check_finite(out)
     return out
 
 
