@@ -33,7 +33,7 @@ format: ready ## rewrite the code the way lint wants it
 	@.venv/bin/ruff format .
 	@.venv/bin/ruff check --fix .
 
-bench: ready ## measure; docs/log.md holds the results
+bench: ready ## measure; docs/results.md holds the results
 	@$(PY) benchmarks/run.py $(ARGS)
 
 gpu-check: ## the checks that need an NVIDIA GPU, with the python3 of the machine that has one

@@ -26,7 +26,7 @@ import ray
 import torch
 from record_steps import FOLDER
 from safetensors.torch import load_file
-from support.common import ROOT, report, row, seconds
+from support.common import report, row, seconds, write_block
 
 from rlq.formats.schemes import Scheme
 from rlq.plan import publishing as scaling
@@ -46,7 +46,6 @@ SAMPLING = Sampling(temperature=1.0, max_tokens=2, stop_token_ids=(2,))
 NEVER = 1 << 30
 CORES = 16  # of a publisher and of a sampler, for the table of docs/scaling.md
 WAYS = (("bf16", 16, None), ("fp8", 8, None), ("fp8 delta, 0.1%", 8, 0.001), ("nvfp4 delta, 0.02%", 4.5, 0.0002))
-BEGIN, END = "<!-- scaling:begin -->", "<!-- scaling:end -->"
 
 
 def masters(folder: Path) -> list[dict[str, torch.Tensor]]:
@@ -162,9 +161,7 @@ def write_table(known: Rates) -> None:
             lines.append(
                 f"| {params:.3g} | {nodes} ({8 * nodes}) | {publishers} | {what} | {p.nbytes / 1e9:.3g} | {times} |"
             )
-    page = ROOT / "docs/scaling.md"
-    head, rest = page.read_text().split(BEGIN)
-    page.write_text("\n".join([head + BEGIN, *lines, END + rest.split(END)[1]]))
+    write_block("scaling.md", "scaling", lines)
 
 
 def main() -> None:

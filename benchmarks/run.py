@@ -1,4 +1,4 @@
-"""Run every benchmark, one after the other, and write the table into docs/log.md."""
+"""Run every benchmark, one after the other, and write the tables into docs/results.md."""
 
 import argparse
 import datetime
@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-from support.common import RESULTS, ROOT
+from support.common import RESULTS, ROOT, write_block
 
 BENCHMARKS = {
     "bridge": "bridge.py",
@@ -21,21 +21,20 @@ BENCHMARKS = {
     "publish": "publish.py",
     "share": "share.py",
 }
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
-def table() -> str:
-    """All results as one Markdown table."""
-    lines = ["| benchmark | what | measured | goal | |", "|---|---|---|---|---|"]
+def tables() -> list[str]:
+    """The lines of one Markdown table per benchmark."""
+    lines = []
     for name in BENCHMARKS:
         path = RESULTS / f"{name}.json"
         if path.exists():
-            result = json.loads(path.read_text())
-            for row in result["rows"]:
+            lines += ["", f"### {name}", "", "| what | measured | goal | |", "|---|---|---|---|"]
+            for row in json.loads(path.read_text())["rows"]:
                 mark = {True: "ok", False: "**missed**", None: ""}[row["ok"]]
                 what = row["what"].replace("|", r"\|")
-                lines.append(f"| {name} | {what} | {row['value']:.4g} | {row['goal']} | {mark} |")
-    return "\n".join(lines)
+                lines.append(f"| {what} | {row['value']:.4g} | {row['goal']} | {mark} |")
+    return [*lines, ""]
 
 
 def main() -> int:
@@ -47,12 +46,8 @@ def main() -> int:
         print(f"== {name}", flush=True)
         if subprocess.run([sys.executable, *BENCHMARKS[name].split()], cwd=ROOT / "benchmarks").returncode:
             failed.append(name)
-    log = ROOT / "docs/log.md"
-    head, rest = log.read_text().split(BEGIN)
-    tail = rest.split(END)[1]
-    stamp = f"Written by `make bench` on {datetime.date.today()}."
-    log.write_text(f"{head}{BEGIN}\n{stamp}\n\n{table()}\n{END}{tail}")
-    print(f"failed: {', '.join(failed)}" if failed else "written to docs/log.md")
+    write_block("results.md", "bench", [f"Written by `make bench` on {datetime.date.today()}.", *tables()])
+    print(f"failed: {', '.join(failed)}" if failed else "written to docs/results.md")
     return 1 if failed else 0
 
 

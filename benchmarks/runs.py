@@ -1,7 +1,7 @@
 """Whole runs of every scheme over seeds, the same seed twice, and where a step's time goes.
 
 Each run is `launch/grpo_fp8.py` with the scheme's configuration in a fresh process, one after the other. Draws
-docs/curves.png and writes the table of schemes into docs/formats.md.
+docs/curves.png and writes the table of schemes into docs/results.md.
 """
 
 import itertools
@@ -15,13 +15,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from support.common import ROOT, report, row
+from support.common import ROOT, report, row, write_block
 
 from trainers.tracking.curves import plot_curves
 
 SCHEMES = ("fp8", "bf16", "fp8_static", "fp8_block", "int8", "nvfp4", "nvfp4a16", "mxfp4")
 SEEDS = (0, 1, 2)
-BEGIN, END = "<!-- runs:begin -->", "<!-- runs:end -->"
 WINDOW = 5  # steps averaged at either end
 OVERHEAD = (
     *("sync/quantize_s", "sync/ship_s", "sync/install_s"),
@@ -77,9 +76,7 @@ def write_table(arms: dict[str, list[list[dict[str, Any]]]]) -> None:
             f"| `{scheme}` | {statistics.mean(final):.3f} | {standard_error(final):.3f} | {k3:.1e} | {clip:.2%} | "
             f"{token:.4f} | {seq:.3f} | {size:,.0f} |"
         )
-    page = ROOT / "docs/formats.md"
-    head, rest = page.read_text().split(BEGIN)
-    page.write_text("\n".join([head + BEGIN, *lines, END + rest.split(END)[1]]))
+    write_block("results.md", "runs", lines)
 
 
 def main() -> None:

@@ -46,3 +46,11 @@ def report(name: str, rows: list[dict[str, Any]]) -> None:
 def row(what: str, value: float, goal: str = "", ok: bool | None = None) -> dict[str, Any]:
     """One line of a report."""
     return {"what": what, "value": float(value), "goal": goal, "ok": None if ok is None else bool(ok)}
+
+
+def write_block(page: str, name: str, lines: list[str]) -> None:
+    """Replace what stands between the markers `<!-- name:begin -->` and `<!-- name:end -->` of a page of docs/."""
+    path = ROOT / "docs" / page
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    head, rest = path.read_text().split(begin)
+    path.write_text("\n".join([head + begin, *lines, end + rest.split(end)[1]]))

