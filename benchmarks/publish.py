@@ -11,6 +11,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
+import ctypes
 import hashlib
 import json
 import math
@@ -35,7 +36,6 @@ from rlq.publish import Snapshot, delta, snapshot
 from rlq.types import Request, Sampling
 from samplers.options import SamplerConfig
 from samplers.pool.pool import SamplerPool
-from samplers.vllm.engine import return_free_memory
 
 ROUNDS = 5
 PAIRS = 20
@@ -128,6 +128,11 @@ def rates(whole: list[dict], deltas: list[dict], encode_s: float, params: int) -
         patch=wire / (median(deltas, "ship") - encode_s - wire / digest),
         network=math.inf,
     )
+
+
+def return_free_memory(_: Any) -> None:
+    """Have glibc give the system what it keeps of freed memory; runs in an actor."""
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def receiver(pool: SamplerPool, publish: Callable[[int], dict[str, float]]) -> tuple[list[dict], float, int]:

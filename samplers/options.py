@@ -26,8 +26,8 @@ class EngineOptions:
     """Completions decoded together."""
     kv_cache_bytes: int = 64 << 20
     """Size of the KV cache in bytes."""
-    arithmetic: str = "emulated"
-    """`emulated` (rlq's plugin, any device), `kernel` (vLLM's own compressed-tensors kernels) or `auto`."""
+    arithmetic: str = "auto"
+    """`emulated` (rlq's plugin, any device), `kernel` (vLLM's own) or `auto`: a kernel where vLLM has one."""
     dtype: str = "float32"
     """Compute dtype of everything that the scheme leaves alone."""
     enforce_eager: bool = True

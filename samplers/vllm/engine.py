@@ -1,13 +1,11 @@
 """One vLLM engine behind the `Sampler` protocol: install published weights, sample token ids with their log-probs."""
 
-import ctypes
-import functools
 import json
 import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,16 +18,15 @@ import torch
 from rlq.emulate.probe import Probe
 from rlq.errors import ConfigError, SamplerError, SnapshotError
 from rlq.formats.schemes import Scheme
-from rlq.publish import Snapshot, TensorSpec, check_specs, combined_digest, delta
+from rlq.publish import Snapshot, delta
 from rlq.types import InstallReport, Request, Rollout, Sampling
 from rlq.weights.canonical import check_finite
-from rlq.weights.compressed_tensors import quantization_config
+from rlq.weights.compressed_tensors import RLQ_METHOD, quantization_config
 
 from ..options import EngineOptions
 
 if TYPE_CHECKING:  # vLLM reads its environment when it is imported
-    from ..transport.base import FileTicket
-    from .staging import Step
+    from .install import Switch
 
 # Tokens per KV block on a CPU. Only whole blocks are shared, and looking for them costs a third of a tiny model's time,
 # so engines whose context holds less than two of them do without.
@@ -50,19 +47,10 @@ class Staged:
     """A version that an engine has checked and can switch to."""
 
     version: int
-    """Learner step that the weights come from."""
     digest: str
-    """Digest of the version."""
-    count: int
-    """Tensors of the version."""
     commits: int
     """Switches that the engine had made when this was prepared; it is worth nothing after another one."""
-    steps: "Iterable[Step]" = ()
-    """Per module what to write, and the digests that it leaves; a list, or prepared as it is read."""
-    tensors: dict[str, torch.Tensor] | None = None
-    """All tensors of every module that changes, for vLLM's own reload."""
-    ticket: "FileTicket | None" = None
-    """Where they are, for the reload of several ranks."""
+    switch: "Switch"
 
 
 class VllmSampler:
@@ -83,17 +71,14 @@ class VllmSampler:
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
         from vllm import LLM
 
-        from . import cpu_head as head
-        from . import kernel_plan as hardware
-        from . import plugin
-        from . import slots as storage
-        from .sharded import Shards
+        from . import kernel_plan, plugin
+        from .install import installer_for
 
         plugin.register()
-        plan = hardware.kernel_plan(scheme, torch.cuda.get_device_capability() if torch.cuda.is_available() else None)
+        reason = ""
         if options.arithmetic == "auto":
-            # vLLM's kernels multiply 16-bit inputs.
-            options = replace(options, arithmetic="emulated" if options.dtype == "float32" else plan.arithmetic)
+            chosen, reason = _arithmetic(scheme, options)
+            options = replace(options, arithmetic=chosen)
         self.scheme = scheme
         self.options = options
         self.version: int | None = None
@@ -121,23 +106,13 @@ class VllmSampler:
             )
         self.proof: dict[str, float] = {}
         self._digest = ""  # of the served version
-        self._own: dict[str, bytes] = {}  # its tensors' parts of that
         self._commits = 0
         self._interrupted: int | None = None  # version whose sampling ends early
-        line = hardware.describe(self._on_model(hardware.running_kernels), scheme)
-        self.runs = f"{line}; {plan.note}" if plan.note else line
-        self._on_model(head.repack)
-        self._in_place: bool = self._on_model(storage.placeable)
-        # On a GPU the copies beside the served version would take the cache's memory, and making them is fast.
-        self._ahead: bool = self._on_model(storage.on_cpu)
-        self.specs: dict[str, TensorSpec] = self._on_model(storage.expected_specs)
-        self._shards = Shards(self.llm) if options.tensor_parallel > 1 else None
+        line = kernel_plan.describe(self.llm.apply_model(kernel_plan.running_kernels)[0], scheme)
+        self.runs = f"{line}; {reason}" if reason else line
+        self.installer = installer_for(self.llm, options.tensor_parallel)
         # Calls to several processes must not cross; in one process reading back runs beside requests.
-        self._alone = Lock() if self._shards else nullcontext()
-        self._reserve = False  # memory of versions that were replaced; the next whole one needs as much
-
-    def _on_model(self, function):
-        return self.llm.apply_model(function)[0]
+        self._alone = Lock() if options.tensor_parallel > 1 else nullcontext()
 
     def ship(self, snap: Snapshot) -> None:
         """Nothing to send in one process."""
@@ -163,55 +138,27 @@ class VllmSampler:
     def stage(self, version: Snapshot | delta.Delta) -> Staged:
         """Check a version and prepare the switch to it; may run in another thread while the engine generates.
 
-        Everything that can be checked is checked here, before the engine is touched. Where the engine's storage has
-        the published layout, and lies in this machine's memory, the switch is a list of writes; elsewhere the tensors
-        go through vLLM's layer-wise reload, or are prepared when they are written.
+        Everything that can be checked is checked here, before the engine is touched.
 
         Raises:
             SnapshotError: it does not fit, is damaged, or is a delta to another version than the served one.
             SamplerError: the engine is unusable.
         """
-        from . import slots as storage
-        from .staging import prepare
-
         self._require_usable()
         if isinstance(version, Snapshot):
-            if self._shards is None:
-                check_specs(version.specs, self.specs)
             check_finite({n: t for n, t in version.tensors.items() if t.dtype in (torch.bfloat16, torch.float32)})
-            number, digest, scheme = version.version, version.digest, version.scheme
+            info = version
         else:
             version.check_base(self.version, self._digest)
-            number, digest, scheme = version.info.version, version.info.digest, version.info.scheme
-        if scheme != self.scheme:
+            info = version.info
+        if info.scheme != self.scheme:
             raise SnapshotError(
-                f"version {number} is '{scheme}', this sampler serves '{self.scheme}'; start one per scheme"
+                f"version {info.version} is {info.scheme.name!r}, this sampler serves {self.scheme.name!r}; "
+                "start one per scheme"
             )
-        staged = Staged(number, digest, len(self.specs), self._commits)
-        if self._shards is not None:
-            snap = version if isinstance(version, Snapshot) else version.apply(self._shards.served())
-            return replace(staged, ticket=self._shards.stage(snap))
-        if not self._in_place:
-            if isinstance(version, Snapshot):
-                return replace(staged, tensors=version.tensors)
-            return replace(staged, tensors=self._on_model(functools.partial(storage.touched, version=version)))
-        steps = self._on_model(functools.partial(prepare, version=version))
-        if not self._ahead:
-            return replace(staged, steps=steps)
-        whole = isinstance(version, Snapshot)
-        if self._reserve and not whole:
-            return_free_memory()
-        self._reserve = whole
-        steps = list(steps)
-        own = dict(self._own)
-        for _, digests in steps:
-            own |= digests
-        found = combined_digest(own)
-        if found != digest:
-            raise SnapshotError(f"version {number} arrived as {found[:12]}, not {digest[:12]}; send it whole, again")
-        return replace(staged, steps=steps)
+        return Staged(info.version, info.digest, self._commits, self.installer.stage(version))
 
-    def commit(self, staged: "Staged") -> InstallReport:
+    def commit(self, staged: Staged) -> InstallReport:
         """Switch to a staged version: the engine stands still from here to the end, and no longer.
 
         Raises:
@@ -223,34 +170,20 @@ class VllmSampler:
             raise SnapshotError(f"version {staged.version} was staged before the last switch; stage it again")
         start = time.perf_counter()
         self.broken = f"a switch to version {staged.version} did not finish"
-        self.version, self._interrupted, self._commits = None, None, self._commits + 1
-        own = dict(self._own)
-        if self._shards is not None or staged.tensors is not None:
-            with self._alone:
-                self._reload(staged)
-        for writes, digests in staged.steps:
-            for write in writes:
-                write.apply()
-            own |= digests
+        self.version = None
+        self._interrupted = None
+        self._commits += 1
+        with self._alone:
+            staged.switch()
         if not self.llm.reset_prefix_cache():
             raise SamplerError("vLLM refused to reset its prefix cache; finish running requests before an install")
-        self.version, self.broken, self._digest, self._own = staged.version, None, staged.digest, own
+        self.version = staged.version
+        self.broken = None
+        self._digest = staged.digest
         seconds = time.perf_counter() - start
         return InstallReport(
-            staged.version, staged.digest, staged.count, ship_s=0.0, install_s=seconds, pause_s=seconds
+            staged.version, staged.digest, self.installer.count, ship_s=0.0, install_s=seconds, pause_s=seconds
         )
-
-    def _reload(self, staged: Staged) -> None:
-        """Install through vLLM's layer-wise reload."""
-        from . import cpu_head as head
-
-        if self._shards is not None:
-            assert staged.ticket is not None
-            self._shards.commit(staged.ticket)
-        else:
-            assert staged.tensors is not None
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(staged.tensors.items())})
-        self._on_model(head.repack)
 
     def change_scheme(self, scheme: Scheme) -> None:
         """An engine serves one scheme for life; a pool replaces its engines."""
@@ -258,12 +191,8 @@ class VllmSampler:
 
     def digest(self) -> str:
         """Digest of the tensors that the engine holds now."""
-        from . import slots as storage
-
         with self._alone:
-            if self._shards is not None:
-                return self._shards.digest()
-            return self._on_model(storage.digest)
+            return self.installer.digest()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Rollout]:
         """Sample; see `rlq.types.Sampler`.
@@ -366,20 +295,22 @@ class VllmSampler:
 
     def close(self) -> None:
         """Drop the engine; its process should end afterwards."""
-        if self._shards is not None:
-            self._shards.close()
+        self.installer.close()
+        if self.options.tensor_parallel > 1:
             self.llm.llm_engine.engine_core.shutdown()  # its processes, and what they share
         del self.llm
+
+
+def _arithmetic(scheme: Scheme, options: EngineOptions) -> tuple[str, str]:
+    """What `auto` stands for, and why; vLLM's kernels multiply 16-bit inputs."""
+    from .kernel_plan import arithmetic
+
+    if options.dtype == "float32":
+        return "emulated", "vLLM's kernels need a sampler_dtype of 16 bits"
+    return arithmetic(scheme, torch.cuda.get_device_capability() if torch.cuda.is_available() else None)
 
 
 def _method_config(scheme: Scheme, options: EngineOptions) -> dict:
     if options.arithmetic == "kernel" and scheme.weights is not None:
         return quantization_config(scheme, scheme.ignore)
-    return {"quant_method": "rlq", "scheme": scheme.to_dict()}
-
-
-def return_free_memory(_: Any = None) -> None:
-    """Have glibc give the system what it keeps of freed memory: whole versions leave more than the weights take."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    return {"quant_method": RLQ_METHOD, "scheme": scheme.to_dict()}

@@ -1,152 +1,99 @@
-"""Which kernel of vLLM multiplies a scheme on which GPU, and which kernels an engine really holds.
+"""Whether vLLM has a kernel for a scheme on this GPU, asked of vLLM itself, and which kernels an engine holds."""
 
-The table is read from the kernel lists of vLLM 0.32 (`vllm/model_executor/kernels/linear`) and its compressed-tensors
-schemes; a test compares it with vLLM's own choice on pretended GPUs. Nothing in it has been run on a GPU.
-"""
-
+import tempfile
+import types
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
+from rlq.errors import ConfigError, last_line
 from rlq.formats.schemes import PRESETS, Scheme
+from rlq.weights.compressed_tensors import quantization_config
 
-W8A16 = ("HummingFP8ScaledMMLinearKernel", "MarlinFP8ScaledMMLinearKernel")
-NVFP4_A16 = ("HummingNvFp4LinearKernel", "MarlinNvFp4LinearKernel")
 WEIGHT_ONLY = ("Marlin", "Humming", "Machete", "A16", "Exllama", "Conch")  # parts of such kernels' class names
-OLDEST, UNKNOWN = (7, 5), (11, 0)
+NO_INT8 = (10, 0)
+"""From this compute capability on there are no INT8 tensor cores."""
+SIZE = 256
+"""Rows and columns of the layer that vLLM is asked about; every kernel takes multiples of it."""
 
 
-@dataclass(frozen=True)
-class KernelPlan:
-    """What multiplies the quantized linear layers of an engine."""
-
-    arithmetic: str
-    """`kernel` where vLLM has a kernel for the scheme, `emulated` where it has none or one that would fail."""
-    kernels: tuple[str, ...]
-    """Class names of vLLM's kernels, none if emulated; a layer gets the first that is installed and fits its shape."""
-    quantizes_activations: bool
-    """True if inputs are rounded before they are multiplied."""
-    note: str
-    """What a reader of the numbers has to know, or empty."""
-
-    def __str__(self) -> str:
-        kernels = " or ".join(_family(name) for name in self.kernels) or "rlq's plugin"
-        inputs = "quantized activations" if self.quantizes_activations else "activations not quantized"
-        return f"{self.arithmetic}: {kernels}, {inputs}" + (f"; {self.note}" if self.note else "")
-
-
-# Weights and activations -> (lowest compute capability, kernels, whether they quantize activations), ascending.
-_Rows = tuple[tuple[tuple[int, int], tuple[str, ...], bool], ...]
-_FP8: _Rows = ((OLDEST, W8A16, False), ((8, 9), ("CutlassFP8ScaledMMLinearKernel",), True))
-_NVFP4_A16: _Rows = (
-    (OLDEST, ("MarlinNvFp4LinearKernel",), False),
-    ((9, 0), NVFP4_A16, False),
-    ((10, 0), ("FlashInferCuteDslNvFp4W4A16LinearKernel", "MarlinNvFp4LinearKernel"), False),
-)
-_MXFP4: _Rows = (
-    ((8, 0), ("MarlinMxFp4LinearKernel",), False),
-    ((9, 0), ("HummingMxFp4LinearKernel", "MarlinMxFp4LinearKernel"), False),
-    ((10, 0), ("FlashInferMxFp4LinearKernel",), True),
-)
-KERNELS: dict[tuple[str, str | None], _Rows] = {
-    ("fp8.channel", "fp8.token"): _FP8,
-    ("fp8.tensor", "fp8.tensor"): _FP8,
-    ("fp8.channel", "fp8.tensor"): _FP8,
-    ("fp8.channel", None): ((OLDEST, W8A16, False),),
-    ("fp8.block128x128", "fp8.group128"): (
-        (OLDEST, W8A16, False),
-        ((8, 9), ("MarlinFP8ScaledMMLinearKernel",), False),
-        (
-            (9, 0),
-            (
-                "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
-                "DeepGemmFp8BlockScaledMMKernel",
-                "CutlassFp8BlockScaledMMKernel",
-            ),
-            True,
-        ),
-    ),
-    # From 10.0 on vLLM still picks CUTLASS, which then refuses at the first product: there are no INT8 tensor cores.
-    ("int8.channel", "int8.token"): ((OLDEST, ("CutlassInt8ScaledMMLinearKernel",), True), ((10, 0), (), False)),
-    ("int4.group128", None): (
-        (OLDEST, ("MarlinLinearKernel",), False),
-        ((9, 0), ("MacheteLinearKernel", "HummingLinearKernel", "MarlinLinearKernel"), False),
-        ((10, 0), ("MarlinLinearKernel",), False),
-    ),
-    ("int4.group128", "fp8.token"): (((9, 0), ("CutlassW4A8LinearKernel",), True), ((9, 1), (), False)),
-    ("nvfp4", None): _NVFP4_A16,
-    ("nvfp4", "nvfp4"): _NVFP4_A16,
-    ("nvfp4", "nvfp4 static"): (
-        (OLDEST, ("MarlinNvFp4LinearKernel",), False),
-        ((9, 0), NVFP4_A16, False),
-        ((10, 0), ("FlashInferCuteDslNvFp4LinearKernel", "CutlassNvFp4LinearKernel"), True),
-    ),
-    ("mxfp4", None): _MXFP4,
-    ("mxfp4", "mxfp4"): _MXFP4,
-    ("mxfp8", "mxfp8"): (
-        (OLDEST, ("MarlinMxfp8LinearKernel",), False),
-        ((9, 0), ("HummingMxfp8LinearKernel", "MarlinMxfp8LinearKernel"), False),
-        ((10, 0), ("FlashInferCutedslMxfp8LinearKernel", "FlashInferCutlassMxfp8LinearKernel"), True),
-    ),
-}
-
-
-def kernel_plan(scheme: Scheme, capability: tuple[int, int] | None) -> KernelPlan:
-    """What multiplies the linear layers of a scheme, and whether it computes what the scheme says.
+def arithmetic(scheme: Scheme, capability: tuple[int, int] | None) -> tuple[str, str]:
+    """What `sampler_arithmetic: auto` stands for, and why.
 
     Args:
-        scheme: model scheme; with `per_layer` presets a kernel is planned only if all of them have one.
+        scheme: model scheme; with `per_layer` presets vLLM needs a kernel for each of them.
         capability: CUDA compute capability, such as (9, 0) for Hopper; None on a machine without an NVIDIA GPU.
+
+    Returns:
+        `kernel` or `emulated`, and the reason for the latter.
     """
     parts = [scheme, *(PRESETS[name] for _, name in scheme.per_layer)]
-    plans = [_plan(part, capability) for part in parts if part.weights is not None]
-    if scheme.kv_cache is not None:
-        note = f"caches in {scheme.kv_cache} are rlq's own, not vLLM's"
-        return KernelPlan("emulated", (), scheme.activations is not None, note)
-    if not plans:
-        return KernelPlan("emulated", (), False, "nothing is quantized")
-    without = next((plan for plan in plans if plan.arithmetic == "emulated"), None)
-    if without is not None or len(plans) == 1:
-        return without or plans[0]
-    kernels = tuple(dict.fromkeys(name for plan in plans for name in plan.kernels))
-    notes = "; ".join(dict.fromkeys(plan.note for plan in plans if plan.note))
-    return KernelPlan("kernel", kernels, all(plan.quantizes_activations for plan in plans), notes)
-
-
-def _plan(scheme: Scheme, capability: tuple[int, int] | None) -> KernelPlan:
-    def emulated(note: str) -> KernelPlan:
-        return KernelPlan("emulated", (), scheme.activations is not None, note)
-
+    quantized = [part for part in parts if part.weights is not None]
     if capability is None:
-        return emulated("no NVIDIA GPU")
-    where = f"compute capability {capability[0]}.{capability[1]}"
-    if capability >= UNKNOWN:
-        return emulated(f"rlq does not know which kernels vLLM has for {where}; sampler_arithmetic: kernel tries")
-    activations = None if scheme.activations is None else str(scheme.activations)
-    key = (str(scheme.weights), f"{activations} static" if scheme.static and activations == "nvfp4" else activations)
-    found = [row for row in KERNELS.get(key, ()) if row[0] <= capability]
-    if not found or not found[-1][1]:
-        return emulated(f"vLLM has no kernel for {key[0]} x {activations or '16 bits'} on {where}")
-    _, kernels, quantizes = found[-1]
-    return KernelPlan("kernel", kernels, quantizes, _note(scheme, quantizes, where))
+        return "emulated", "no NVIDIA GPU"
+    if scheme.kv_cache is not None:
+        return "emulated", f"caches in {scheme.kv_cache} are rlq's own, not vLLM's"
+    if not quantized:
+        return "emulated", "nothing is quantized"
+    for part in quantized:
+        if capability >= NO_INT8 and str(part.activations).startswith("int8"):
+            # vLLM takes CUTLASS, which refuses the first product.
+            where = ".".join(map(str, capability))
+            return "emulated", f"vLLM's INT8 kernel does not run on compute capability {where}"
+        try:
+            chosen_kernel(part)
+        except (ConfigError, NotImplementedError, RuntimeError, ValueError) as error:
+            operands = f"{part.weights} x {part.activations or '16 bits'}"
+            return "emulated", f"vLLM has no kernel for {operands} here ({last_line(error)})"
+    return "kernel", ""
 
 
-def _note(scheme: Scheme, quantizes: bool, where: str) -> str:
-    if scheme.activations is None:
-        return "but the scheme leaves them alone; sampler_arithmetic: emulated does too" if quantizes else ""
-    if not quantizes:
-        reason = (
-            f"on {where} this runs weight-only"
-            if scheme.static or str(scheme.activations) != "nvfp4"
-            else ("without calibrated scales vLLM runs NVFP4 weight-only")
+def chosen_kernel(scheme: Scheme) -> str:
+    """Class name of the kernel that vLLM takes for a linear layer of a scheme, on the GPU of this process.
+
+    Raises:
+        ConfigError, NotImplementedError, RuntimeError, ValueError: there is none; what vLLM raises, or rlq.
+    """
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.linear import ColumnParallelLinear
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+    quantization = CompressedTensorsConfig.from_config(quantization_config(scheme, ()))
+    config = VllmConfig()
+    # vLLM's schemes ask for the model's dtype and nothing else of it.
+    config.model_config = types.SimpleNamespace(dtype=torch.bfloat16, is_quantized=True)  # type: ignore[assignment]
+    with _one_rank(), set_current_vllm_config(config):
+        layer = ColumnParallelLinear(
+            SIZE, SIZE, bias=False, quant_config=quantization, prefix="layer", params_dtype=torch.bfloat16
         )
-        return f"{reason}, unlike the scheme; sampler_arithmetic: emulated quantizes them"
-    if str(scheme.activations) == "fp8.tensor" and not scheme.static:
-        return "per token, not per tensor as in the scheme"
-    if str(scheme.activations) == "fp8.group128":
-        return "DeepGEMM may round scales up to powers of two (VLLM_USE_DEEP_GEMM_E8M0)"
-    return ""
+    (kernel,) = running_kernels(torch.nn.ModuleList([layer]))
+    return kernel
+
+
+@contextmanager
+def _one_rank() -> Iterator[None]:
+    """A process group of this process alone, which vLLM's layers need, and the default dtype of vLLM's loader."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+        ensure_model_parallel_initialized,
+        init_distributed_environment,
+    )
+
+    dtype = torch.get_default_dtype()
+    with tempfile.TemporaryDirectory() as directory, set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{directory}/store", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            destroy_model_parallel()
+            destroy_distributed_environment()
 
 
 def running_kernels(model: torch.nn.Module) -> dict[str, int]:
@@ -177,12 +124,9 @@ def describe(running: dict[str, int], scheme: Scheme) -> str:
             parts.append(f"{count} layers emulated, {inputs}")
         elif name == "UnquantizedLinearMethod":
             parts.append(f"{count} not quantized")
+        elif any(part in name for part in WEIGHT_ONLY):
+            unlike = " unlike the scheme (sampler_arithmetic: emulated quantizes them)" if scheme.activations else ""
+            parts.append(f"{count} on {name}, 16-bit activations{unlike}")
         else:
-            inputs = "16-bit activations" if any(part in name for part in WEIGHT_ONLY) else "quantized activations"
-            parts.append(f"{count} on {name}, {inputs}")
+            parts.append(f"{count} on {name}, quantized activations")
     return f"{scheme.name}: {', '.join(parts)}"
-
-
-def _family(kernel: str) -> str:
-    """A kernel's class name without what all of them say."""
-    return kernel.removesuffix("Kernel").removesuffix("Linear").removesuffix("ScaledMM")

@@ -26,6 +26,8 @@ from rlq.weights.quantize import INPUT_GLOBAL_SCALE, input_scale_suffix
 # Derived parameters; never on the wire.
 COMPUTE_WEIGHT, COMPUTE_INPUT_SCALE = "compute_weight", "compute_input_scale"
 DERIVED = (COMPUTE_WEIGHT, COMPUTE_INPUT_SCALE)
+UNBOUNDED = 1 << 30
+"""More rows and columns than a tile has."""
 
 
 class ShardParameter(PerTensorScaleParameter):
@@ -83,7 +85,7 @@ class EmulatedLinearMethod(LinearMethodBase):
         if weights is None:
             matrix("weight", columns, torch.bfloat16)
             return
-        element, tile_rows = weights.element, weights.tile(1 << 30, input_size)[0]
+        element, tile_rows = weights.element, self.tile_rows("weight_scale")
         tile = weights.tile(rows, input_size)[1]
         if columns < input_size and tile < input_size and columns % max(tile, element.pack):
             raise ConfigError(
@@ -102,7 +104,6 @@ class EmulatedLinearMethod(LinearMethodBase):
             matrix(
                 "weight_scale", -(-columns // tile), torch.float32, _one_scale_per_row(loader, tile_rows, output_size)
             )
-            layer.weight_scale.tile_rows = tile_rows  # type: ignore[union-attr]  # read by samplers.storage
         else:
             block = weights.block_format
             matrix("weight_scale", -(-columns // tile), torch.float32 if block is None else ELEMENTS[block.scale].dtype)
@@ -113,6 +114,13 @@ class EmulatedLinearMethod(LinearMethodBase):
         if self.scheme.static:
             assert self.scheme.activations is not None
             per_shard(input_scale_suffix(self.scheme.activations))
+
+    def tile_rows(self, leaf: str) -> int:
+        """Stored rows of a parameter per published row: a scale of a block of rows is stored for each of them."""
+        weights = self.scheme.weights
+        if leaf != "weight_scale" or weights is None or not weights.granularity.startswith("block"):
+            return 1
+        return weights.tile(UNBOUNDED, UNBOUNDED)[0]
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Dequantize once per installed version."""

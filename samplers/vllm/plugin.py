@@ -7,14 +7,13 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from rlq.emulate.linear import quantize_heads
+from rlq.errors import ConfigError
 from rlq.formats.schemes import Scheme
 from rlq.weights.compressed_tensors import RLQ_METHOD
 from rlq.weights.hooks import add_cache_scales
 from rlq.weights.quantize import CACHE_SCALES
 
 from .linear_method import EmulatedLinearMethod
-
-METHOD = RLQ_METHOD
 
 
 class RlqConfig(QuantizationConfig):
@@ -26,7 +25,7 @@ class RlqConfig(QuantizationConfig):
 
     def get_name(self) -> str:
         """Name of the method."""
-        return METHOD
+        return RLQ_METHOD
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """Emulation computes in the engine's dtype."""
@@ -58,7 +57,7 @@ class RlqConfig(QuantizationConfig):
         names = [f"{parent}.{shard}" for shard in shards] or [prefix]
         schemes = {self.scheme.layer(name) for name in names}
         if len(schemes) > 1:
-            raise ValueError(f"{names} are one fused layer and need one scheme; give all or none of them a pattern")
+            raise ConfigError(f"{', '.join(names)} are one fused layer and need one scheme; give all or none a pattern")
         return EmulatedLinearMethod(schemes.pop())
 
 
@@ -82,5 +81,5 @@ def register() -> None:
     """Entry point of `vllm.general_plugins`; idempotent."""
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 
-    if METHOD not in QUANTIZATION_METHODS:
-        register_quantization_config(METHOD)(RlqConfig)
+    if RLQ_METHOD not in QUANTIZATION_METHODS:
+        register_quantization_config(RLQ_METHOD)(RlqConfig)

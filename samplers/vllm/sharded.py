@@ -1,20 +1,18 @@
 """Tensor-parallel engines: every rank holds a part of each published tensor, cut by vLLM's own loaders.
 
-A version lies in shared memory, from where each rank's process reads it. What they hold is compared with the very parts
-of what was published: ranks send hashes, not weights.
+A version lies in shared memory, where each rank's process reads it. What the ranks hold is compared with the parts of
+what was published: ranks send hashes, not weights.
 """
 
 import hashlib
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
-from rlq.errors import SnapshotError
 from rlq.publish import Snapshot, TensorSpec, as_bytes
 
-from ..transport.base import FileTicket, SharedMemory
+from ..transport.base import FileTicket
 from .slots import Slot, is_padded, slots
 
 
@@ -25,7 +23,7 @@ class Part:
     spec: TensorSpec
     """Type and shape, block scales with one row per row of the weight."""
     tile_rows: int
-    """Rows that share one published row."""
+    """Stored rows per published row."""
     first: int | None
     """First row, for vocabularies, whose parts differ in length; None where the shapes tell."""
     digest: str = ""
@@ -52,61 +50,11 @@ def load(worker: Any, ticket: FileTicket) -> None:
     worker.reload_weights(weights_iterator=iter(version.tensors.items()))
 
 
-class Shards:
-    """The ranks of one engine.
-
-    Args:
-        llm: vLLM's engine.
-    """
-
-    def __init__(self, llm: Any):
-        self.llm = llm
-        self.expected: list[dict[str, Part]] = llm.apply_model(partial(parts, hashed=False))
-        self._shared = SharedMemory()
-        self._served: FileTicket | None = None
-
-    def stage(self, snap: Snapshot) -> FileTicket:
-        """Check a version and put it where the ranks find it; does not disturb them.
-
-        Raises:
-            SnapshotError: it does not fit.
-            SamplerError: there is no room in shared memory.
-        """
-        names = set(self.expected[0])
-        wrong = sorted(names ^ set(snap.tensors)) or [
-            name for name in snap.tensors if not _fits(snap, name, [rank[name] for rank in self.expected])
-        ]
-        if wrong:
-            raise SnapshotError(
-                f"snapshot refused, {len(wrong)} tensors are missing, unexpected or misshapen: {', '.join(wrong[:3])}; "
-                "publish exactly the tensors of the sampler's model"
-            )
-        return self._shared.send(snap.version, snap)
-
-    def commit(self, ticket: FileTicket) -> None:
-        """Have all ranks load a staged version."""
-        self.llm.collective_rpc(load, args=(ticket,))
-        if self._served is not None and self._served != ticket:
-            self._shared.release(self._served)
-        self._served = ticket
-
-    def served(self) -> Snapshot:
-        """The served version, as it lies in shared memory."""
-        assert self._served is not None
-        snap = self._served.open()
-        assert isinstance(snap, Snapshot)
-        return snap
-
-    def digest(self) -> str:
-        """Digest of the served version if every rank holds its parts of it, byte for byte; else what differs."""
-        snap = self.served()
-        held = self.llm.apply_model(partial(parts, hashed=True))
-        wrong = differing_parts(snap, held)
-        return f"{len(wrong)} parts differ: {', '.join(wrong[:3])}" if wrong else snap.digest
-
-    def close(self) -> None:
-        """Remove what lies in shared memory."""
-        self._shared.close()
+def misfits(snap: Snapshot, expected: list[dict[str, Part]]) -> list[str]:
+    """Tensors that are missing or unexpected, or else those that cannot be cut into what the ranks hold."""
+    return sorted(set(expected[0]) ^ set(snap.tensors)) or [
+        name for name in snap.tensors if not _fits(snap, name, [rank[name] for rank in expected])
+    ]
 
 
 def differing_parts(snap: Snapshot, held: list[dict[str, Part]]) -> list[str]:

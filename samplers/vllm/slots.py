@@ -11,7 +11,7 @@ from rlq.weights.quantize import CACHE_SCALES
 
 from .linear_method import DERIVED, EmulatedLinearMethod, ShardParameter
 
-PIECE = 1 << 18
+HASHED_AT_ONCE = 1 << 18
 """Elements that are read at once to be hashed."""
 
 
@@ -28,7 +28,7 @@ class Slot:
     shards: int
     """How many those are."""
     tile_rows: int
-    """Rows that share one published row: block scales are stored once per row."""
+    """Stored rows per published row: block scales are stored once per row of the weight."""
     exact: bool
     """Stored as published; otherwise in the compute dtype, from which casting back to bf16 is exact."""
 
@@ -59,7 +59,7 @@ class Slot:
         """Its part of `tensor_digest`, as it is or as a patch will leave it, without a copy of all of it."""
         stored, hashed = self.stored, hashlib.sha256()
         width = stored[:1].numel()
-        step = max(1, PIECE // width)
+        step = max(1, HASHED_AT_ONCE // width)
         for top in range(0, len(stored), step):
             wire = stored[top : top + step].to("cpu", self.dtype, copy=patch is not None)
             if patch is not None:
@@ -84,7 +84,7 @@ def slots(model: torch.nn.Module) -> dict[str, Slot]:
     out: dict[str, Slot] = {}
     for module_name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
-        for leaf, param in own.items():
+        for leaf in own:
             if leaf in DERIVED or (tied_to_embedding(model) and module_name == "lm_head"):
                 continue
             parent, _, last = module_name.rpartition(".")
@@ -93,7 +93,8 @@ def slots(model: torch.nn.Module) -> dict[str, Slot]:
             if leaf in CACHE_SCALES:  # vLLM has a layer of its own for what checkpoints say of their attention
                 names = [f"{parent}.{leaf}"]
             exact = ("weight_scale" in own and leaf != "bias") or leaf in CACHE_SCALES
-            tile_rows = getattr(param, "tile_rows", 1)
+            method = getattr(module, "quant_method", None)
+            tile_rows = method.tile_rows(leaf) if isinstance(method, EmulatedLinearMethod) else 1
             out |= {n: Slot(module, leaf, i, len(names), tile_rows, exact) for i, n in enumerate(names)}
     return out
 

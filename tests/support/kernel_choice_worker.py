@@ -2,30 +2,22 @@
 
 The platform object, which all of vLLM shares, is made to say that it is a CUDA device of some compute capability, and
 what only a CUDA build can answer (is FlashInfer there, does CUTLASS know FP8) is answered as on a full installation.
-Layers are built, not run. Rows: capability, scheme, kernel or null, error or null.
+Layers are built, not run. Rows: capability, scheme, arithmetic, reason, kernel or null.
 """
 
 import json
 import os
 import sys
-import tempfile
-import types
 
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
 os.environ["VLLM_PLUGINS"] = ""
 
-import torch
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
-from vllm.model_executor.layers.linear import ColumnParallelLinear
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability, PlatformEnum
 
 from rlq.errors import ConfigError
 from rlq.formats.schemes import PRESETS, Scheme
-from rlq.weights.compressed_tensors import quantization_config
-from samplers.vllm.kernel_plan import running_kernels
+from samplers.vllm.kernel_plan import arithmetic, chosen_kernel
 
 CAPABILITIES = ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0))
 
@@ -68,34 +60,22 @@ def pretend(capability: tuple[int, int]) -> None:
     replace_everywhere("CUTLASS_BLOCK_FP8_SUPPORTED", number >= 90)
 
 
-def chosen(scheme: Scheme, config: VllmConfig) -> tuple[str | None, str | None]:
-    """Kernel of one linear layer, or why there is none."""
+def asked(scheme: Scheme, capability: tuple[int, int]) -> list:
+    """What `auto` means there, why, and the kernel that vLLM takes, if it takes one."""
     try:
-        quantization = CompressedTensorsConfig.from_config(quantization_config(scheme, ()))
-        with set_current_vllm_config(config):
-            layer = ColumnParallelLinear(
-                256, 256, bias=False, quant_config=quantization, prefix="model.layers.0.mlp.down_proj",
-                params_dtype=torch.bfloat16,
-            )  # fmt: skip
-    except (ConfigError, NotImplementedError, RuntimeError, ValueError) as error:
-        return None, str(error)
-    (kernel,) = running_kernels(torch.nn.ModuleList([layer]))
-    return kernel, None
+        kernel = chosen_kernel(scheme)
+    except (ConfigError, NotImplementedError, RuntimeError, ValueError):
+        kernel = None
+    return [*arithmetic(scheme, capability), kernel]
 
 
 def main() -> None:
-    config = VllmConfig()
-    # Schemes ask for the model's dtype and nothing else.
-    config.model_config = types.SimpleNamespace(dtype=torch.bfloat16, is_quantized=True)  # type: ignore[assignment]
-    with tempfile.TemporaryDirectory() as directory, set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(1, 0, f"file://{directory}/store", 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
-    torch.set_default_dtype(torch.bfloat16)  # vLLM's loader does; some kernels ask
     presets = [Scheme.preset("nvfp4", static=True), *(s for s in PRESETS.values() if s.weights is not None)]
+    chosen_kernel(PRESETS["fp8"])  # imports what the pretense has to replace
     rows = []
     for capability in CAPABILITIES:
         pretend(capability)
-        rows += [[capability, scheme.to_dict(), *chosen(scheme, config)] for scheme in presets]
+        rows += [[capability, scheme.to_dict(), *asked(scheme, capability)] for scheme in presets]
     print(json.dumps(rows), flush=True)
 
 
