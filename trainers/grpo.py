@@ -1,15 +1,28 @@
-"""GRPO from quantized rollouts: TRL's trainer on two contact points, the generation seam and the score seam.
+"""GRPO from quantized rollouts: TRL's trainer with a generation seam and a score seam.
+
+What this package takes from TRL beyond its public interface, eight contact points, each pinned by a test in
+`tests/unit/learner/test_trl_*.py`. Nothing but this file and `compat.py` reaches for them:
+
+1. `vllm_generation` with `sync_weights` and `generate`, behind `use_vllm` and `vllm_mode` (the generation seam);
+2. `_last_loaded_step`, the version that TRL believes to be served;
+3. `_generate_and_score_completions` and the keys of the batch it returns (the score seam);
+4. `_metrics`, where log entries collect;
+5. `_tokenize_prompts`;
+6. `get_batch_samples`, `num_iterations` and how often the loader repeats a generation batch (sampling ahead);
+7. which arguments TRL passes to the model's backbone (`forward/compact.py` replaces its forward);
+8. `import_utils.is_vllm_available` (`compat.py`).
 
 Axes: B completions of a generation batch, T completion tokens (padded).
 """
 
 import time
+from itertools import islice
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
-from rlq.bridge import Correction, correct
+from rlq.bridge import Correction, DistributedReducer, Reducer, correct
 from rlq.errors import SamplerError
 from rlq.formats.schemes import Scheme
 from rlq.types import Sampler
@@ -55,7 +68,8 @@ class QuantGRPOTrainer(GRPOTrainer):
             )
             compact_forward(self.model, self.args.compact_buckets, width, score_once=once)
         self.add_callback(VersionLag(self))
-        self.reducer = AccelerateReducer(self.accelerator) if self.accelerator.num_processes > 1 else None
+        several = self.accelerator.num_processes > 1
+        self.reducer: Reducer | None = DistributedReducer(device=self.accelerator.device) if several else None
         self.observer: Observer | None = None
         self._look_ahead: LookAhead | None = None
 
@@ -71,6 +85,21 @@ class QuantGRPOTrainer(GRPOTrainer):
         assert self.model is not None
         return self.model.training
 
+    @property
+    def policy(self) -> Any:
+        """The model without accelerate's wrappers."""
+        return self.accelerator.unwrap_model(self.model)
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps done."""
+        return self.state.global_step
+
+    @property
+    def rollout_versions(self) -> list[int]:
+        """Versions that sampled the batch taken last, one per completion of all ranks, in rank order."""
+        return self.vllm_generation.rollout_versions
+
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """Trainer's own, through an iterator that can say what comes next."""
         if self.args.async_steps:
@@ -79,6 +108,11 @@ class QuantGRPOTrainer(GRPOTrainer):
                 self._look_ahead = LookAhead(epoch_iterator, self.args.steps_per_generation * self.num_iterations)
             epoch_iterator = self._look_ahead
         return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def first_prompts(self, count: int) -> list[list[int]]:
+        """Token ids of the first prompts of the training set."""
+        dataset: Any = self.train_dataset
+        return self._tokenize_prompts([row["prompt"] for row in islice(iter(dataset), count)])[0]
 
     def upcoming_prompts(self) -> list[list[list[int]]]:
         """Prompt ids of the next `async_steps` generation batches on this rank; fewer at the end of an epoch or run."""
@@ -126,7 +160,7 @@ class QuantGRPOTrainer(GRPOTrainer):
         self.observer = observer
         self.add_callback(observer)
 
-    def switch_scheme(self, scheme: Scheme) -> None:
+    def change_scheme(self, scheme: Scheme) -> None:
         """Sample under another scheme from the next publish on."""
         self.vllm_generation.change_scheme(scheme)
         self._last_loaded_step = -1  # publish again even if no step lies in between
@@ -148,27 +182,8 @@ class VersionLag(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         """Runs after the gradients are there and before the weights move."""
-        versions = self.trainer.vllm_generation.rollout_versions
+        versions = self.trainer.rollout_versions
         self.trainer.log_rlq({"sync/version_lag": state.global_step - sum(versions) / len(versions)})
-
-
-class AccelerateReducer:
-    """`rlq.bridge.Reducer` over accelerate's ranks."""
-
-    def __init__(self, accelerator):
-        self.accelerator = accelerator
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Elementwise sum."""
-        return self._gather(values).sum(0)
-
-    def max(self, values: torch.Tensor) -> torch.Tensor:
-        """Elementwise maximum."""
-        return self._gather(values).amax(0)
-
-    def _gather(self, values: torch.Tensor) -> torch.Tensor:
-        gathered = self.accelerator.gather(values[None].to(self.accelerator.device))
-        return gathered.to(values.device)
 
 
 def declared_stop_ids(model, processing_class) -> tuple[int, ...]:

@@ -153,8 +153,7 @@ def save_final(
     statistics: Statistics | None,
 ) -> None:
     """Write the trained policy in bf16, and as samplers serve it."""
-    model: Any = trainer.accelerator.unwrap_model(trainer.model)
-    version = trainer.state.global_step
+    model, version = trainer.policy, trainer.version
     final = plan.run_dir / "final"
     bf16 = {name: t.to(torch.bfloat16) for name, t in (state or model.state_dict()).items()}
     model.save_pretrained(final, state_dict=bf16)

@@ -4,7 +4,7 @@ Axes: B completions, P prompt tokens (padded left), T completion tokens (padded 
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,9 +17,7 @@ from rlq.quantize import fake_quantize
 from rlq.weights.canonical import bf16_checkpoint
 
 from .publish.calibration import calibrate
-
-if TYPE_CHECKING:
-    from .grpo import QuantGRPOTrainer
+from .view import Learner
 
 SEQUENCES_AT_ONCE = 32
 """Bounds the logits in memory."""
@@ -28,12 +26,12 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Modules that engines fuse into one layer; they keep one scheme."""
 
 
-def quantized_copy(trainer: "QuantGRPOTrainer", scheme: Scheme, version: int) -> torch.nn.Module:
+def quantized_copy(learner: Learner, scheme: Scheme, version: int) -> torch.nn.Module:
     """Copy the learner's model and make it compute what a sampler of `scheme` computes at `version`."""
-    learner: Any = trainer.accelerator.unwrap_model(trainer.model)
-    model = empty_twin(learner.config, scheme)
-    load_snapshot(model, snapshot(learner.named_parameters(), scheme, version, calibrate(trainer, scheme)))
-    return model.to(learner.device)
+    policy = learner.policy
+    model = empty_twin(policy.config, scheme)
+    load_snapshot(model, snapshot(policy.named_parameters(), scheme, version, calibrate(learner, scheme)))
+    return model.to(policy.device)
 
 
 def empty_twin(config: Any, scheme: Scheme) -> Any:
@@ -72,14 +70,13 @@ def differentiable_score(
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def without_worst_modules(trainer: "QuantGRPOTrainer", scheme: Scheme, fraction: float) -> Scheme:
+def without_worst_modules(learner: Learner, scheme: Scheme, fraction: float) -> Scheme:
     """Return `scheme` with the worst-quantized modules added to `ignore`, their fused siblings included.
 
     Worst is the largest relative error ||w - Q(w)|| / ||w|| of the weight.
     """
     errors: dict[str, float] = {}
-    learner = trainer.accelerator.unwrap_model(trainer.model)
-    for name, weight in bf16_checkpoint(learner.named_parameters()).items():
+    for name, weight in bf16_checkpoint(learner.policy.named_parameters()).items():
         module = name.removesuffix(".weight")
         layer = scheme.for_module(module, weight.ndim) if module != name else None
         if layer is not None:

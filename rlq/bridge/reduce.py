@@ -25,15 +25,18 @@ class DistributedReducer:
 
     group: torch.distributed.ProcessGroup | None = None
     """Ranks that share the batch; None is the default group."""
+    device: torch.device | None = None
+    """Where the group's backend needs its tensors, such as a GPU for NCCL; None leaves them where they are."""
 
     def sum(self, values: Tensor) -> Tensor:
         """Elementwise sum over ranks."""
-        values = values.clone()
-        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.SUM, self.group)
-        return values
+        return self._reduced(values, torch.distributed.ReduceOp.SUM)
 
     def max(self, values: Tensor) -> Tensor:
         """Elementwise maximum over ranks."""
-        values = values.clone()
-        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, self.group)
-        return values
+        return self._reduced(values, torch.distributed.ReduceOp.MAX)
+
+    def _reduced(self, values: Tensor, operation: torch.distributed.ReduceOp.RedOpType) -> Tensor:
+        there = values.to(self.device, copy=True)
+        torch.distributed.all_reduce(there, operation, self.group)
+        return there.to(values.device)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,9 +41,7 @@ from rlq.errors import ConfigError
 from rlq.formats.schemes import Scheme
 
 from ..twin import differentiable_score, quantized_copy, score, without_worst_modules
-
-if TYPE_CHECKING:
-    from ..grpo import QuantGRPOTrainer
+from ..view import Learner
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +133,7 @@ class Observer(TrainerCallback):
     """Looks at every scored batch.
 
     Args:
-        trainer: whose batches.
+        learner: whose batches.
         config: what to look at.
         scheme: what the samplers serve at first.
         run_dir: where tables and dumps go.
@@ -144,17 +142,17 @@ class Observer(TrainerCallback):
 
     def __init__(
         self,
-        trainer: "QuantGRPOTrainer",
+        learner: Learner,
         config: ObserveConfig,
         scheme: Scheme,
         run_dir: Path,
         taps: Sequence[RewardTap],
     ):
-        if config.gap_every and trainer.args.async_steps:
+        if config.gap_every and learner.args.async_steps:
             raise ConfigError(
                 "gap_every needs the learner at the sampled version, which is gone with async_steps; set 0"
             )
-        self.trainer, self.config, self.scheme, self.run_dir, self.taps = trainer, config, scheme, run_dir, taps
+        self.learner, self.config, self.scheme, self.run_dir, self.taps = learner, config, scheme, run_dir, taps
         self.shadows = config.shadows()
         self.guard = Guard(rules=config.rules())
         self.guard_state = self.guard.start()
@@ -165,11 +163,11 @@ class Observer(TrainerCallback):
     @property
     def is_main(self) -> bool:
         """True on the rank that writes."""
-        return self.trainer.accelerator.is_main_process
+        return self.learner.accelerator.is_main_process
 
     def scored(self, batch: ScoredBatch) -> None:
         """Called by the score seam in training."""
-        step = self.trainer.state.global_step
+        step = self.learner.version
         metrics = batch.bridge.metrics
         if self.shadows and _due(step, self.config.shadow_every):
             self._shadow(batch)
@@ -179,8 +177,8 @@ class Observer(TrainerCallback):
             self._dump(batch, step)
         if _due(step, self.config.gap_every):
             few = self._slice(batch)
-            model = quantized_copy(self.trainer, self.scheme, step)
-            self._gap = few, score(model, few.out, self.trainer.args.temperature)[0]
+            model = quantized_copy(self.learner, self.scheme, step)
+            self._gap = few, score(model, few.out, self.learner.args.temperature)[0]
         if self.config.guard != "off":
             self._guard(metrics, step)
 
@@ -189,9 +187,9 @@ class Observer(TrainerCallback):
         if self._gap is None:
             return
         (few, quantized), self._gap = self._gap, None
-        now, _ = score(self.trainer.model, few.out, self.trainer.args.temperature)
-        gap = gap_attribution(now, few.learner, quantized, few.sampler, few.mask, reduce=self.trainer.reducer)
-        self.trainer.log_rlq(gap.metrics())
+        now, _ = score(self.learner.model, few.out, self.learner.args.temperature)
+        gap = gap_attribution(now, few.learner, quantized, few.sampler, few.mask, reduce=self.learner.reducer)
+        self.learner.log_rlq(gap.metrics())
 
     def on_step_end(self, args, state, control, **kwargs):
         """Carry out a stop: save, then end."""
@@ -209,7 +207,7 @@ class Observer(TrainerCallback):
         few = self._slice(batch)
         parameters = self._shadow_slice()
         with torch.enable_grad():
-            log_p, _ = differentiable_score(self.trainer.model, few.out, self.trainer.args.temperature)
+            log_p, _ = differentiable_score(self.learner.model, few.out, self.learner.args.temperature)
 
         def gradient(coefficients: torch.Tensor) -> torch.Tensor:
             parts = torch.autograd.grad(log_p, parameters, coefficients.to(log_p.dtype), retain_graph=True)
@@ -220,16 +218,16 @@ class Observer(TrainerCallback):
             few.sampler,
             few.mask,
             self.shadows,
-            active=self.trainer.correction,
+            active=self.learner.correction,
             advantages=few.out["advantages"],
             gradient=gradient,
-            reduce=self.trainer.reducer,
+            reduce=self.learner.reducer,
         )
-        self.trainer.log_rlq(shadow_metrics(estimates))
+        self.learner.log_rlq(shadow_metrics(estimates))
 
     def _shadow_slice(self) -> list[torch.nn.Parameter]:
         """The parameters that shadow gradients are taken of."""
-        named = list(self.trainer.accelerator.unwrap_model(self.trainer.model).named_parameters())
+        named = list(self.learner.policy.named_parameters())
         pattern = self.config.shadow_parameters
         if pattern is None:
             return [parameter for _, parameter in named if parameter.ndim == 1][-1:]
@@ -243,15 +241,15 @@ class Observer(TrainerCallback):
 
     def _breakdown(self, batch: ScoredBatch, step: int) -> None:
         advantages = batch.out["advantages"]
-        _, entropy = score(self.trainer.model, batch.out, self.trainer.args.temperature)
+        _, entropy = score(self.learner.model, batch.out, self.learner.args.temperature)
         tables = breakdown(
-            batch.bridge, batch.sampler, entropy=entropy, advantages=advantages, reduce=self.trainer.reducer
+            batch.bridge, batch.sampler, entropy=entropy, advantages=advantages, reduce=self.learner.reducer
         )
-        assert self.trainer.args.num_generations is not None
-        groups = torch.arange(len(advantages)) // self.trainer.args.num_generations
+        assert self.learner.args.num_generations is not None
+        groups = torch.arange(len(advantages)) // self.learner.args.num_generations
         rewards = self._rewards().to(advantages.device)
         audit = bias_audit(batch.bridge, rewards, advantages=advantages, groups=groups.to(advantages.device))
-        self.trainer.log_rlq(audit.metrics())
+        self.learner.log_rlq(audit.metrics())
         if self.is_main:
             rows = [row for table in tables.values() for row in table.rows()]
             _append(self.run_dir / "breakdown.jsonl", [{"step": step, **row} for row in rows])
@@ -261,8 +259,8 @@ class Observer(TrainerCallback):
             _wandb_log_breakdown(rows, counts, edges, step)
 
     def _dump(self, batch: ScoredBatch, step: int) -> None:
-        count, rank = len(batch.mask), self.trainer.accelerator.process_index
-        versions = self.trainer.vllm_generation.rollout_versions[rank * count : (rank + 1) * count]
+        count, rank = len(batch.mask), self.learner.accelerator.process_index
+        versions = self.learner.rollout_versions[rank * count : (rank + 1) * count]
         rollouts = Rollouts(
             sampler_logprobs=batch.sampler.cpu(),
             mask=batch.mask.cpu(),
@@ -288,11 +286,11 @@ class Observer(TrainerCallback):
             self._act(decision.action, decision.message)
 
     def _act(self, action: str, message: str) -> None:
-        trainer = self.trainer
+        learner = self.learner
         if action == "tighten":
-            trainer.correction = tightened(trainer.correction)
+            learner.correction = tightened(learner.correction)
         elif action == "promote_layers" and self.scheme.weights is not None:
-            self._switch(without_worst_modules(trainer, self.scheme, PROMOTED_FRACTION))
+            self._switch(without_worst_modules(learner, self.scheme, PROMOTED_FRACTION))
         elif action == "fallback_bf16" and self.scheme.weights is not None:
             self._switch(Scheme.preset("bf16"))
         elif action == "stop":
@@ -300,7 +298,7 @@ class Observer(TrainerCallback):
 
     def _switch(self, scheme: Scheme) -> None:
         self.scheme = scheme
-        self.trainer.switch_scheme(scheme)
+        self.learner.change_scheme(scheme)
 
 
 def _rule(text: str) -> GuardRule:

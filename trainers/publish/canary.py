@@ -1,6 +1,6 @@
 """The canary's reference: fixed prompts of the training set, scored by the learner as it was published."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -10,10 +10,7 @@ from rlq.formats.schemes import Scheme
 from rlq.publish import Snapshot
 
 from ..twin import empty_twin
-from .calibration import first_prompts
-
-if TYPE_CHECKING:
-    from ..grpo import QuantGRPOTrainer
+from ..view import Learner
 
 LONGEST = 64
 """Tokens of a prompt that are scored."""
@@ -33,26 +30,25 @@ class Canary:
     so the tolerance grows by what a nudge of the copy's embeddings does to its own scores.
 
     Args:
-        trainer: whose prompts, settings and model these are; the copy lives on the CPU, in fp32.
+        learner: whose prompts, settings and model these are; the copy lives on the CPU, in fp32.
     """
 
-    def __init__(self, trainer: "QuantGRPOTrainer"):
-        self.trainer = trainer
+    def __init__(self, learner: Learner):
+        self.learner = learner
         self._prompts: tuple[tuple[int, ...], ...] = ()
         self._twin: tuple[Scheme, Any] | None = None
         self._noise: float | None = None
 
     def probe(self, snap: Snapshot) -> Probe | None:
         """What an engine that serves `snap` has to answer; None if nobody asked, or if all prompts have one token."""
-        args = self.trainer.args
+        args = self.learner.args
         if not args.canary_prompts:
             return None
         if self._twin is None or self._twin[0] != snap.scheme:
-            model: Any = self.trainer.accelerator.unwrap_model(self.trainer.model)
-            self._twin, self._noise = (snap.scheme, empty_twin(model.config, snap.scheme)), None
+            self._twin, self._noise = (snap.scheme, empty_twin(self.learner.policy.config, snap.scheme)), None
         if not self._prompts:
-            prompts = first_prompts(self.trainer, args.canary_prompts, LONGEST)
-            self._prompts = tuple(tuple(prompt) for prompt in prompts if len(prompt) > 1)
+            prompts = self.learner.first_prompts(args.canary_prompts)
+            self._prompts = tuple(tuple(prompt[:LONGEST]) for prompt in prompts if len(prompt) > 1)
         if not self._prompts:
             return None
         twin = self._twin[1]
@@ -64,7 +60,7 @@ class Canary:
             exact = Probe(self._prompts, scores, float("inf"))
             self._noise = exact.check(teacher_forced(twin, self._prompts))
         if due:  # what a resumed run measures besides is no part of the records
-            self.trainer.log_rlq({"sync/canary_noise_nats": self._noise})
+            self.learner.log_rlq({"sync/canary_noise_nats": self._noise})
         return Probe(self._prompts, scores, args.canary_tolerance + NOISES * self._noise)
 
 

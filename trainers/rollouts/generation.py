@@ -15,7 +15,7 @@ from collections import Counter, deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
 
@@ -28,9 +28,7 @@ from rlq.types import Request, Rollout, Sampler, Sampling
 
 from ..publish.calibration import calibrate
 from ..publish.canary import Canary
-
-if TYPE_CHECKING:
-    from ..grpo import QuantGRPOTrainer
+from ..view import Learner
 
 
 @dataclass(eq=False)
@@ -69,12 +67,12 @@ class SamplerGeneration:
     All ranks enter both methods; rank 0 alone owns the samplers, so that they see one batch and one version.
 
     Args:
-        trainer: the trainer that calls.
+        learner: whose weights, settings and prompts these are.
         samplers: an engine or a pool; None on ranks other than 0.
     """
 
-    def __init__(self, trainer: "QuantGRPOTrainer", samplers: Sampler | None):
-        self.trainer = trainer
+    def __init__(self, learner: Learner, samplers: Sampler | None):
+        self.learner = learner
         self.samplers = samplers
         self.version: int | None = None
         """Version published last."""
@@ -85,7 +83,7 @@ class SamplerGeneration:
         # Generate calls at this version, training and evaluation apart; part of the seeds. Apart, because an evaluation
         # between two steps is not repeated when a run resumes there.
         self.calls: Counter[bool] = Counter()
-        self._canary = Canary(trainer)
+        self._canary = Canary(learner)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="rlq-samplers")
         self._install: Future | None = None
         self._ahead: deque[Ordered] = deque()
@@ -97,7 +95,7 @@ class SamplerGeneration:
 
     @property
     def _is_main(self) -> bool:
-        return self.trainer.accelerator.is_main_process
+        return self.learner.accelerator.is_main_process
 
     def begin_batch(self) -> None:
         """The next call asks for the first turn of a generation batch that may have been asked for ahead."""
@@ -105,22 +103,22 @@ class SamplerGeneration:
 
     def sync_weights(self) -> None:
         """Publish the learner's current weights as version `state.global_step`."""
-        version = self.trainer.state.global_step
+        version = self.learner.version
         scheme = self._on_main(lambda: self.samplers.scheme)  # type: ignore[union-attr]  # rank 0 has samplers
         start = time.perf_counter()
-        statistics = calibrate(self.trainer, scheme)
+        statistics = calibrate(self.learner, scheme)
         if statistics is not None:
-            self.trainer.log_rlq({"time/calibrate_s": time.perf_counter() - start})
+            self.learner.log_rlq({"time/calibrate_s": time.perf_counter() - start})
         named = self._named_tensors()
         self._on_main(lambda: self._publish(named, version, statistics))
         self.version, self.calls = version, Counter()
 
     def _named_tensors(self):
-        accelerator = self.trainer.accelerator
-        model = accelerator.unwrap_model(self.trainer.model)
+        accelerator = self.learner.accelerator
+        model = self.learner.policy
         if accelerator.num_processes == 1:
             return model.named_parameters()
-        state = accelerator.get_state_dict(self.trainer.model)  # collective: gathers shards
+        state = accelerator.get_state_dict(self.learner.model)  # collective: gathers shards
         tied = set(getattr(model, "all_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
         return [(name, tensor) for name, tensor in state.items() if name not in tied]
 
@@ -136,9 +134,9 @@ class SamplerGeneration:
             self.samplers.interrupt(self.version)
         start = time.perf_counter()
         probe = self._canary.probe(snap)
-        self.trainer.log_rlq({"time/canary_s": time.perf_counter() - start})
+        self.learner.log_rlq({"time/canary_s": time.perf_counter() - start})
         self._install = self._worker.submit(self._installed, snap, probe, quantize_s)
-        if not self.trainer.args.async_steps:
+        if not self.learner.args.async_steps:
             self._finish_install()
 
     def _installed(self, snap: Snapshot, probe: Probe | None, quantize_s: float) -> dict[str, float]:
@@ -170,7 +168,7 @@ class SamplerGeneration:
     def _finish_install(self) -> None:
         if self._install is not None:
             install, self._install = self._install, None
-            self.trainer.log_rlq(install.result())
+            self.learner.log_rlq(install.result())
 
     def change_scheme(self, scheme: Scheme) -> None:
         """Serve another scheme from the next publish on; batches that were asked for before keep theirs."""
@@ -197,9 +195,9 @@ class SamplerGeneration:
         if taken.prompts != prompts:
             raise SamplerError("TRL asks for other prompts than it announced; set async_steps to 0 and report this")
         if first:
-            for upcoming in self.trainer.upcoming_prompts()[len(self._ahead) :]:
+            for upcoming in self.learner.upcoming_prompts()[len(self._ahead) :]:
                 self._ahead.append(self._order(upcoming))
-        rank, size = self.trainer.accelerator.process_index, len(prompts)
+        rank, size = self.learner.accelerator.process_index, len(prompts)
         everyone = self._on_main(lambda: self._take(taken))
         rollouts = everyone[rank * size : (rank + 1) * size]
         self.rollout_versions, self.prompt_width = [r.version for r in everyone], max(map(len, prompts))
@@ -212,12 +210,12 @@ class SamplerGeneration:
 
     def _order(self, prompts: list[list[int]]) -> Ordered:
         """Ask the samplers for a batch, to be sampled by the version published last."""
-        trainer, version, training = self.trainer, self.version, self.trainer.in_training
+        learner, version, training = self.learner, self.version, self.learner.in_training
         assert version is not None
         everyone = gather_object(prompts)  # [R] prompts in rank order
-        base = request_seed(trainer.args.seed, version, self.calls[training], training=training)
+        base = request_seed(learner.args.seed, version, self.calls[training], training=training)
         self.calls[training] += 1
-        sampling = Sampling(trainer.args.temperature, trainer.completion_limit, trainer.stop_token_ids)
+        sampling = Sampling(learner.args.temperature, learner.completion_limit, learner.stop_token_ids)
         if self.samplers is None:
             return Ordered(prompts, None)
         batch = Batch(group_requests(everyone, base), sampling)
@@ -226,7 +224,7 @@ class SamplerGeneration:
 
     @property
     def _aborts(self) -> bool:
-        return self.trainer.args.async_steps > 0 and self.trainer.args.async_in_flight == "abort"
+        return self.learner.args.async_steps > 0 and self.learner.args.async_in_flight == "abort"
 
     def _sample(self, batch: Batch) -> None:
         self._sample_rest()  # it was asked for before
@@ -268,14 +266,14 @@ class SamplerGeneration:
         rollouts, seconds, proof = ordered.batch.done.result()
         waited = time.perf_counter() - start
         tokens = sum(len(r.token_ids) for r in rollouts)
-        self.trainer.log_rlq(
+        self.learner.log_rlq(
             {"rollout/tokens_per_s": tokens / seconds, "time/generate_s": seconds, "time/wait_s": waited} | proof
         )
         return rollouts
 
     def _on_main(self, work) -> Any:
         """Run `work` on rank 0; hand its result, or its rlq error, to every rank, so that no rank is left waiting."""
-        if self.trainer.accelerator.num_processes == 1:
+        if self.learner.accelerator.num_processes == 1:
             return work()
         payload: list[Any] = [None]
         if self._is_main:
