@@ -15,7 +15,7 @@ from samplers.options import SamplerConfig
 from trainers.checkpoints import resolve_resume
 from trainers.compat import TrlParser
 from trainers.learner import LearnerPlan, load_rewards
-from trainers.observe.observer import ObserveConfig
+from trainers.observe.config import ObserveConfig
 from trainers.options import QuantGRPOConfig, RunConfig
 from trainers.tracking import records
 

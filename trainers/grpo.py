@@ -29,7 +29,8 @@ from rlq.types import Sampler
 
 from .compat import GRPOTrainer
 from .forward.compact import compact_forward
-from .observe.observer import Observer, ScoredBatch
+from .observe.batch import ScoredBatch
+from .observe.observer import Observer
 from .options import QuantGRPOConfig
 from .rollouts.generation import SamplerGeneration
 from .rollouts.lookahead import LookAhead

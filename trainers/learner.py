@@ -14,15 +14,17 @@ from transformers.utils.logging import disable_progress_bar
 from rlq.bridge import Correction
 from rlq.errors import ConfigError, SamplerError
 from rlq.formats.schemes import Scheme
-from rlq.publish import snapshot, write_directory
-from rlq.recipes.statistics import Statistics
+from rlq.publish import write_directory
 from rlq.types import Sampler
 
 from .checkpoints import CheckpointMarker
 from .grpo import QuantGRPOTrainer
-from .observe.observer import ObserveConfig, Observer, RewardTap
+from .observe.batch import RewardTap
+from .observe.config import ObserveConfig
+from .observe.observer import Observer
 from .options import QuantGRPOConfig, RunConfig
-from .publish.calibration import calibrate
+from .publish.gather import full_weights
+from .publish.publisher import Weights, collect
 from .tasks import DATASETS, REWARDS
 from .tracking import curves, records, wandb_run
 from .tracking.callback import RunRecorder, summary_table
@@ -132,10 +134,9 @@ def train(plan: LearnerPlan, samplers: Sampler | None) -> None:
         trainer.train(resume_from_checkpoint=str(plan.resume) if plan.resume else None)
     finally:
         trainer.vllm_generation.close()
-    state: Any = trainer.accelerator.get_state_dict(trainer.model) if trainer.accelerator.num_processes > 1 else None
-    statistics = calibrate(trainer, plan.scheme)
+    state, weights = full_weights(trainer, buffers=True), collect(trainer, plan.scheme)
     if main:
-        save_final(trainer, plan, state, statistics)
+        save_final(trainer, plan, state, weights)
         history = [r for r in records.load(plan.run_dir / records.FILE) if "loss" in r]
         curves.plot_curves({plan.run_dir.name: history}, plan.run_dir / "curves.png")
         from rich.console import Console
@@ -147,22 +148,17 @@ def train(plan: LearnerPlan, samplers: Sampler | None) -> None:
 
 
 def save_final(
-    trainer: QuantGRPOTrainer,
-    plan: LearnerPlan,
-    state: dict[str, torch.Tensor] | None,
-    statistics: Statistics | None,
+    trainer: QuantGRPOTrainer, plan: LearnerPlan, state: list[tuple[str, torch.Tensor]], weights: Weights
 ) -> None:
-    """Write the trained policy in bf16, and as samplers serve it."""
-    model, version = trainer.policy, trainer.version
+    """Write the trained policy in bf16 (`state`), and as samplers serve it (`weights`)."""
     final = plan.run_dir / "final"
-    bf16 = {name: t.to(torch.bfloat16) for name, t in (state or model.state_dict()).items()}
-    model.save_pretrained(final, state_dict=bf16)
+    bf16 = {name: tensor.to(torch.bfloat16) for name, tensor in state}
+    trainer.policy.save_pretrained(final, state_dict=bf16)
     config = json.loads((final / "config.json").read_text()) | {"dtype": "bfloat16"}
     (final / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     tokenizer: Any = trainer.processing_class
     tokenizer.save_pretrained(final)
     if plan.scheme.weights is not None:
         quantized = plan.run_dir / f"final-{plan.scheme.name}"
-        named = state.items() if state else model.named_parameters()
         tokenizer.save_pretrained(quantized)
-        write_directory(snapshot(named, plan.scheme, version, statistics), quantized, config)
+        write_directory(weights.quantize(), quantized, config)

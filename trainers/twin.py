@@ -3,35 +3,17 @@
 Axes: B completions, P prompt tokens (padded left), T completion tokens (padded right).
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlq.emulate.model import emulate, load_snapshot
+from rlq.emulate.model import emulate
 from rlq.emulate.scores import log_distribution, pick
 from rlq.formats.schemes import Scheme
-from rlq.publish import snapshot
-from rlq.quantize import fake_quantize
-from rlq.weights.canonical import bf16_checkpoint
-
-from .publish.calibration import calibrate
-from .view import Learner
 
 SEQUENCES_AT_ONCE = 32
 """Bounds the logits in memory."""
-
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Modules that engines fuse into one layer; they keep one scheme."""
-
-
-def quantized_copy(learner: Learner, scheme: Scheme, version: int) -> torch.nn.Module:
-    """Copy the learner's model and make it compute what a sampler of `scheme` computes at `version`."""
-    policy = learner.policy
-    model = empty_twin(policy.config, scheme)
-    load_snapshot(model, snapshot(policy.named_parameters(), scheme, version, calibrate(learner, scheme)))
-    return model.to(policy.device)
 
 
 def empty_twin(config: Any, scheme: Scheme) -> Any:
@@ -68,30 +50,3 @@ def differentiable_score(
         logprobs.append(pick(log_p, out["completion_ids"][part]))
         entropies.append(-(log_p.exp() * log_p).sum(-1))
     return torch.cat(logprobs), torch.cat(entropies)
-
-
-def without_worst_modules(learner: Learner, scheme: Scheme, fraction: float) -> Scheme:
-    """Return `scheme` with the worst-quantized modules added to `ignore`, their fused siblings included.
-
-    Worst is the largest relative error ||w - Q(w)|| / ||w|| of the weight.
-    """
-    errors: dict[str, float] = {}
-    for name, weight in bf16_checkpoint(learner.policy.named_parameters()).items():
-        module = name.removesuffix(".weight")
-        layer = scheme.for_module(module, weight.ndim) if module != name else None
-        if layer is not None:
-            w = weight.float()
-            errors[module] = float((w - fake_quantize(w, layer)).norm() / w.norm().clamp(min=1e-30))
-    count = max(1, round(fraction * len(errors)))
-    worst = sorted(errors, key=errors.__getitem__, reverse=True)[:count]
-    promoted = sorted({sibling for module in worst for sibling in siblings(module)})
-    return replace(scheme, ignore=(*scheme.ignore, *promoted))
-
-
-def siblings(module: str) -> list[str]:
-    """The module and those that share its fused layer."""
-    parent, _, leaf = module.rpartition(".")
-    for group in FUSED:
-        if leaf in group:
-            return [f"{parent}.{name}" for name in group]
-    return [module]

@@ -9,6 +9,7 @@ from rlq.recipes.base import needs
 from rlq.recipes.statistics import Statistics, collect
 
 from ..view import Learner
+from .prompts import first_prompts
 
 LONGEST = 512
 """Tokens of a prompt that are looked at."""
@@ -27,7 +28,7 @@ def calibrate(learner: Learner, scheme: Scheme) -> Statistics | None:
     if not wanted:
         return None
     model = learner.policy
-    prompts = [prompt[:LONGEST] for prompt in learner.first_prompts(learner.args.calibration_prompts)]
+    prompts = first_prompts(learner, learner.args.calibration_prompts, LONGEST)
     by_length = groupby(sorted(prompts, key=len), len)  # a batch without padding
     batches = [torch.tensor(list(group), device=learner.accelerator.device) for _, group in by_length]
     training = model.training

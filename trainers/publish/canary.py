@@ -11,6 +11,7 @@ from rlq.publish import Snapshot
 
 from ..twin import empty_twin
 from ..view import Learner
+from .prompts import first_prompts
 
 LONGEST = 64
 """Tokens of a prompt that are scored."""
@@ -47,8 +48,8 @@ class Canary:
         if self._twin is None or self._twin[0] != snap.scheme:
             self._twin, self._noise = (snap.scheme, empty_twin(self.learner.policy.config, snap.scheme)), None
         if not self._prompts:
-            prompts = self.learner.first_prompts(args.canary_prompts)
-            self._prompts = tuple(tuple(prompt[:LONGEST]) for prompt in prompts if len(prompt) > 1)
+            prompts = first_prompts(self.learner, args.canary_prompts, LONGEST)
+            self._prompts = tuple(tuple(prompt) for prompt in prompts if len(prompt) > 1)
         if not self._prompts:
             return None
         twin = self._twin[1]

@@ -17,17 +17,15 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 
 from rlq.emulate.probe import Probe
-from rlq.errors import RlqError, SamplerError
+from rlq.errors import SamplerError
 from rlq.formats.schemes import Scheme
-from rlq.publish import Snapshot, snapshot
-from rlq.recipes.statistics import Statistics
 from rlq.types import Request, Rollout, Sampler, Sampling
 
-from ..publish.calibration import calibrate
-from ..publish.canary import Canary
+from ..publish.publisher import Publisher, Shipped, Weights
+from ..ranks import on_main
 from ..view import Learner
 
 
@@ -73,7 +71,7 @@ class SamplerGeneration:
 
     def __init__(self, learner: Learner, samplers: Sampler | None):
         self.learner = learner
-        self.samplers = samplers
+        self.publisher = Publisher(learner, samplers)
         self.version: int | None = None
         """Version published last."""
         self.rollout_versions: list[int] = []
@@ -83,19 +81,19 @@ class SamplerGeneration:
         # Generate calls at this version, training and evaluation apart; part of the seeds. Apart, because an evaluation
         # between two steps is not repeated when a run resumes there.
         self.calls: Counter[bool] = Counter()
-        self._canary = Canary(learner)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="rlq-samplers")
         self._install: Future | None = None
         self._ahead: deque[Ordered] = deque()
-        # These two belong to the worker's thread.
+        self._first = False
+        # What follows belongs to the worker's thread.
         self._served = -1
         self._cut_short: list[Batch] = []  # to go on after the next install
         self._again: list[Batch] = []  # to go on now
-        self._first = False
 
     @property
-    def _is_main(self) -> bool:
-        return self.learner.accelerator.is_main_process
+    def _samplers(self) -> Sampler:
+        assert self.publisher.samplers is not None, "rank 0 has samplers"
+        return self.publisher.samplers
 
     def begin_batch(self) -> None:
         """The next call asks for the first turn of a generation batch that may have been asked for ahead."""
@@ -103,67 +101,32 @@ class SamplerGeneration:
 
     def sync_weights(self) -> None:
         """Publish the learner's current weights as version `state.global_step`."""
-        version = self.learner.version
-        scheme = self._on_main(lambda: self.samplers.scheme)  # type: ignore[union-attr]  # rank 0 has samplers
-        start = time.perf_counter()
-        statistics = calibrate(self.learner, scheme)
-        if statistics is not None:
-            self.learner.log_rlq({"time/calibrate_s": time.perf_counter() - start})
-        named = self._named_tensors()
-        self._on_main(lambda: self._publish(named, version, statistics))
-        self.version, self.calls = version, Counter()
+        weights = self.publisher.collect()
+        on_main(self.learner.accelerator, lambda: self._publish(weights))
+        self.version, self.calls = weights.version, Counter()
 
-    def _named_tensors(self):
-        accelerator = self.learner.accelerator
-        model = self.learner.policy
-        if accelerator.num_processes == 1:
-            return model.named_parameters()
-        state = accelerator.get_state_dict(self.learner.model)  # collective: gathers shards
-        tied = set(getattr(model, "all_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
-        return [(name, tensor) for name, tensor in state.items() if name not in tied]
-
-    def _publish(self, named, version: int, statistics: Statistics | None) -> None:
+    def _publish(self, weights: Weights) -> None:
         """Quantize now, while the learner stands still; install behind what the samplers are busy with."""
         self._finish_install()  # one version under way bounds what is held in memory
-        start = time.perf_counter()
-        assert self.samplers is not None
-        snap = snapshot(named, self.samplers.scheme, version, statistics)
-        quantize_s = time.perf_counter() - start
-        self.samplers.ship(snap)  # beside the canary, and beside what is being sampled
-        if self._aborts and self.version not in (None, version):
-            self.samplers.interrupt(self.version)
-        start = time.perf_counter()
-        probe = self._canary.probe(snap)
-        self.learner.log_rlq({"time/canary_s": time.perf_counter() - start})
-        self._install = self._worker.submit(self._installed, snap, probe, quantize_s)
+        shipped = self.publisher.ship(weights)
+        if self._aborts and self.version not in (None, weights.version):
+            self._samplers.interrupt(self.version)
+        self._install = self._worker.submit(self._installed, shipped, self.publisher.probe(shipped))
         if not self.learner.args.async_steps:
             self._finish_install()
 
-    def _installed(self, snap: Snapshot, probe: Probe | None, quantize_s: float) -> dict[str, float]:
-        assert self.samplers is not None
+    def _installed(self, shipped: Shipped, probe: Probe | None) -> dict[str, float]:
         try:
-            report = self.samplers.install(snap, probe)
-            if report.digest != snap.digest:
-                raise SamplerError(
-                    f"version {snap.version} was published as {snap.digest[:12]} and installed as {report.digest[:12]}"
-                )
+            metrics = self.publisher.install(shipped, probe)
         except Exception as error:
-            for batch in self._cut_short:  # somebody may be waiting for them
+            for batch in self._cut_short:  # the learner may be waiting for them
                 batch.done.set_exception(error)
             raise
-        self._served = snap.version
+        self._served = shipped.snap.version
         self._again, self._cut_short = self._again + self._cut_short, []
         if self._again:
             self._worker.submit(self._sample_rest)
-        return {
-            "sync/bytes": float(snap.nbytes),
-            "sync/shipped_bytes": float(report.shipped_bytes),
-            "sync/tensors": float(report.num_tensors),
-            "sync/quantize_s": quantize_s,
-            "sync/ship_s": report.ship_s,
-            "sync/install_s": report.install_s,
-            "sync/pause_s": report.pause_s,
-        }
+        return metrics
 
     def _finish_install(self) -> None:
         if self._install is not None:
@@ -172,8 +135,8 @@ class SamplerGeneration:
 
     def change_scheme(self, scheme: Scheme) -> None:
         """Serve another scheme from the next publish on; batches that were asked for before keep theirs."""
-        if self.samplers is not None:
-            self._worker.submit(self.samplers.change_scheme, scheme).result()
+        if self.publisher.samplers is not None:
+            self._worker.submit(self._samplers.change_scheme, scheme).result()
 
     def close(self) -> None:
         """Forget what was asked for ahead; waits for what is being sampled, so that the samplers can be closed."""
@@ -198,7 +161,7 @@ class SamplerGeneration:
             for upcoming in self.learner.upcoming_prompts()[len(self._ahead) :]:
                 self._ahead.append(self._order(upcoming))
         rank, size = self.learner.accelerator.process_index, len(prompts)
-        everyone = self._on_main(lambda: self._take(taken))
+        everyone = on_main(self.learner.accelerator, lambda: self._take(taken))
         rollouts = everyone[rank * size : (rank + 1) * size]
         self.rollout_versions, self.prompt_width = [r.version for r in everyone], max(map(len, prompts))
         return (
@@ -216,7 +179,7 @@ class SamplerGeneration:
         base = request_seed(learner.args.seed, version, self.calls[training], training=training)
         self.calls[training] += 1
         sampling = Sampling(learner.args.temperature, learner.completion_limit, learner.stop_token_ids)
-        if self.samplers is None:
+        if self.publisher.samplers is None:
             return Ordered(prompts, None)
         batch = Batch(group_requests(everyone, base), sampling)
         self._worker.submit(self._sample, batch)
@@ -237,15 +200,14 @@ class SamplerGeneration:
 
     def _sample_missing(self, batch: Batch) -> None:
         """Ask the samplers for what has no answer yet; in `batch.done` once nothing is missing."""
-        assert self.samplers is not None
         missing, version, start = batch.missing(), self._served, time.perf_counter()
         try:
-            rollouts = self.samplers.generate(missing, batch.sampling, version)
+            rollouts = self._samplers.generate(missing, batch.sampling, version)
             if self._aborts:
                 seeds = {rollout.seed for rollout in rollouts}
                 missing = [request for request in missing if request.seed in seeds]
             prompts = [list(request.prompt_ids) for request in missing for _ in range(request.num_samples)]
-            check_rollouts(rollouts, prompts, version, self.samplers.scheme.name, batch.sampling.temperature)
+            check_rollouts(rollouts, prompts, version, self._samplers.scheme.name, batch.sampling.temperature)
         except Exception as error:  # raised again where the batch is waited for
             batch.done.set_exception(error)
             return
@@ -256,7 +218,7 @@ class SamplerGeneration:
             self._cut_short.append(batch)
         else:
             everyone = [rollout for request in batch.requests for rollout in batch.answers[request.seed]]
-            batch.done.set_result((everyone, batch.seconds, dict(self.samplers.proof)))
+            batch.done.set_result((everyone, batch.seconds, dict(self._samplers.proof)))
 
     def _take(self, ordered: Ordered) -> list[Rollout]:
         assert ordered.batch is not None
@@ -270,21 +232,6 @@ class SamplerGeneration:
             {"rollout/tokens_per_s": tokens / seconds, "time/generate_s": seconds, "time/wait_s": waited} | proof
         )
         return rollouts
-
-    def _on_main(self, work) -> Any:
-        """Run `work` on rank 0; hand its result, or its rlq error, to every rank, so that no rank is left waiting."""
-        if self.learner.accelerator.num_processes == 1:
-            return work()
-        payload: list[Any] = [None]
-        if self._is_main:
-            try:
-                payload = [work()]
-            except RlqError as error:
-                payload = [error]
-        broadcast_object_list(payload)
-        if isinstance(payload[0], RlqError):
-            raise payload[0]
-        return payload[0]
 
 
 def request_seed(run_seed: int, version: int, call: int, *, training: bool) -> int:

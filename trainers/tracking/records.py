@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object per logging step, appended as it happens."""
+"""JSONL files of a run: one JSON object per line, appended as it happens."""
 
 import json
 import math
@@ -10,11 +10,12 @@ from rlq.files import write_renamed
 FILE = "metrics.jsonl"
 
 
-def append(path: Path, record: dict[str, Any]) -> None:
-    """Append one record; a non-finite number becomes null, which every JSON reader accepts."""
-    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+def append(path: Path, *records: dict[str, Any]) -> None:
+    """Append records; a non-finite number becomes null, which every JSON reader accepts."""
     with path.open("a") as file:
-        file.write(json.dumps(clean) + "\n")
+        for record in records:
+            clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+            file.write(json.dumps(clean) + "\n")
 
 
 def load(path: Path) -> list[dict[str, Any]]:

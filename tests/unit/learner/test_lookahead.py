@@ -9,7 +9,8 @@ from grpo_steps import BATCH, GROUP, build, reference_samplers
 from transformers import TrainerCallback
 
 from rlq.errors import ConfigError, SamplerError
-from trainers.observe.observer import ObserveConfig, Observer
+from trainers.observe.config import ObserveConfig
+from trainers.observe.observer import Observer
 from trainers.options import QuantGRPOConfig
 from trainers.rollouts.lookahead import LookAhead
 
@@ -73,7 +74,7 @@ class Log:
 
 def run(samplers, path, max_steps=4, **settings):
     trainer, steps = build(samplers, path, max_steps=max_steps, **settings)
-    trainer.vllm_generation.samplers = log = Log(trainer.vllm_generation.samplers)
+    trainer.vllm_generation.publisher.samplers = log = Log(trainer.vllm_generation.publisher.samplers)
     return trainer, steps, log
 
 
@@ -109,7 +110,7 @@ def test_batches_are_those_of_a_run_that_does_not_look_ahead(samplers, tmp_path)
 def test_two_calls_at_one_version_draw_from_two_streams(samplers, tmp_path):
     trainer, _, _ = run(samplers, tmp_path, async_steps=2)
     seeds = []
-    inner = trainer.vllm_generation.samplers.sampler
+    inner = trainer.vllm_generation.publisher.samplers.sampler
     original = inner.generate
     inner.generate = lambda requests, sampling, version: (
         seeds.extend(r.seed for r in requests) or original(requests, sampling, version)
@@ -210,7 +211,7 @@ class Cut(Interrupted):
 
 def test_in_flight_batches_are_finished_by_the_version_that_cuts_them_short(samplers, tmp_path):
     trainer, _, _ = run(samplers, tmp_path, async_steps=1, async_in_flight="abort", logging_steps=1)
-    log = trainer.vllm_generation.samplers = Interrupted(trainer.vllm_generation.samplers.sampler)
+    log = trainer.vllm_generation.publisher.samplers = Interrupted(trainer.vllm_generation.publisher.samplers.sampler)
     sampled_by = []
     trainer.add_callback(OnStep(lambda: sampled_by.append(trainer.vllm_generation.rollout_versions)))
     trainer.train()
@@ -228,7 +229,7 @@ def test_in_flight_batches_are_finished_by_the_version_that_cuts_them_short(samp
 
 def test_an_install_that_fails_leaves_nobody_waiting_for_what_was_cut_short(samplers, tmp_path):
     trainer, _, _ = run(samplers, tmp_path, async_steps=1, async_in_flight="abort")
-    log = trainer.vllm_generation.samplers = Interrupted(trainer.vllm_generation.samplers.sampler)
+    log = trainer.vllm_generation.publisher.samplers = Interrupted(trainer.vllm_generation.publisher.samplers.sampler)
     log.refuse = 1
     with pytest.raises(SamplerError, match="it broke"):
         trainer.train()
@@ -237,7 +238,7 @@ def test_an_install_that_fails_leaves_nobody_waiting_for_what_was_cut_short(samp
 
 def test_an_incomplete_group_is_refused_even_from_who_was_interrupted(samplers, tmp_path):
     trainer, _, _ = run(samplers, tmp_path, async_steps=1, async_in_flight="abort")
-    trainer.vllm_generation.samplers = Cut(trainer.vllm_generation.samplers.sampler)
+    trainer.vllm_generation.publisher.samplers = Cut(trainer.vllm_generation.publisher.samplers.sampler)
     with pytest.raises(SamplerError, match="4 completions were requested, 3 came back; groups are all or nothing"):
         trainer.train()
     trainer.vllm_generation.close()

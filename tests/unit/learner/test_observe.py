@@ -11,9 +11,12 @@ from grpo_steps import build, reference_samplers
 
 from rlq.bridge import Correction, Guard, GuardRule, correct, read_rollouts
 from rlq.errors import ConfigError
-from rlq.formats.schemes import Scheme
-from trainers.observe.observer import ObserveConfig, Observer, RewardTap
-from trainers.twin import differentiable_score, siblings, without_worst_modules
+from rlq.formats.schemes import Scheme, fused_siblings
+from trainers.observe.batch import RewardTap
+from trainers.observe.config import ObserveConfig
+from trainers.observe.guard_actions import without_worst_modules
+from trainers.observe.observer import Observer
+from trainers.twin import differentiable_score
 
 FP8 = Scheme.preset("fp8")
 EVERYTHING = ObserveConfig(
@@ -38,8 +41,8 @@ def run(samplers, tmp_path: Path, config: ObserveConfig | None, rules: tuple[Gua
     if config is not None:
         observer = Observer(trainer, config, FP8, tmp_path, taps)
         if rules:
-            observer.guard = Guard(rules=rules)
-            observer.guard_state = observer.guard.start()
+            observer.guard.guard = Guard(rules=rules)
+            observer.guard.state = observer.guard.guard.start()
         trainer.observe(observer)
     trainer.train()
     return trainer
@@ -51,7 +54,7 @@ def test_shadow_cosines_are_between_gradients_of_the_named_parameters(samplers, 
     trainer, steps = build(samplers, tmp_path / "out", scheme="fp8", learning_rate=0.0)
     config = ObserveConfig(shadow_every=1, shadow_parameters=pattern)
     observer = Observer(trainer, config, FP8, tmp_path, [])
-    observer.shadows = {name: other}
+    observer.shadows.corrections = {name: other}
     trainer.observe(observer)
     trainer.train()
     batch, parameters = steps.batches[0][0], dict(trainer.model.named_parameters())
@@ -130,9 +133,9 @@ def always(action: str, metric: str = "sampler_kl_k3") -> tuple[GuardRule, ...]:
 def test_the_guard_tightens_the_correction(samplers, tmp_path):
     trainer = run(samplers, tmp_path, ObserveConfig(guard="act"), always("tighten"), max_steps=2)
     assert trainer.correction.upper == pytest.approx(1.25), "head-room 1 halved twice"
-    records = rows(tmp_path / "guard.jsonl")
-    assert [r["guard/step"] for r in records] == [0, 1]
-    assert {r["guard/metric"] for r in records} == {"sampler_kl_k3"}
+    taken = rows(tmp_path / "guard.jsonl")
+    assert [r["guard/step"] for r in taken] == [0, 1]
+    assert {r["guard/metric"] for r in taken} == {"sampler_kl_k3"}
 
 
 def test_the_guard_falls_back_to_bf16_and_the_ratio_is_one_again(samplers, tmp_path):
@@ -142,15 +145,15 @@ def test_the_guard_falls_back_to_bf16_and_the_ratio_is_one_again(samplers, tmp_p
     first, second = [log for log in trainer.state.log_history if "loss" in log]
     assert first["rlq/sampler_kl_k3"] > 1e-5
     assert second["rlq/sampler_kl_k3"] < 1e-5
-    assert trainer.observer.scheme.name == "bf16"
+    assert trainer.observer.guard.scheme.name == "bf16"
     samplers["fp8"].change_scheme(FP8)
 
 
 def test_the_guard_promotes_the_worst_layers(samplers, tmp_path):
     trainer = run(samplers, tmp_path, ObserveConfig(guard="act"), always("promote_layers"), max_steps=2)
-    promoted = set(trainer.observer.scheme.ignore) - set(FP8.ignore)
+    promoted = set(trainer.observer.guard.scheme.ignore) - set(FP8.ignore)
     assert promoted
-    assert all(set(siblings(module)) <= promoted for module in promoted), "fused layers move together"
+    assert all(set(fused_siblings(module)) <= promoted for module in promoted), "fused layers move together"
     samplers["fp8"].change_scheme(FP8)
 
 
@@ -182,6 +185,17 @@ def test_rules_can_be_written_as_settings():
     config = ObserveConfig(guard="act", guard_rules=["ess_token:below:0.9:3:warn+stop"])
     assert config.rules() == (GuardRule("ess_token", 0.9, ("warn", "stop"), when="below", patience=3),)
     assert ObserveConfig(guard="warn", guard_rules=config.guard_rules).rules()[0].actions == ("warn",)
+
+
+def test_the_guard_writes_json_that_every_reader_accepts(samplers, tmp_path):
+    trainer, _ = build(samplers, tmp_path, scheme="fp8")
+    observer = Observer(trainer, ObserveConfig(guard="warn"), FP8, tmp_path, [])
+    observer.guard.guard = Guard(rules=always("warn"))
+    observer.guard.state = observer.guard.guard.start()
+    observer.guard.step({"sampler_kl_k3": math.nan})
+    (line,) = (tmp_path / "guard.jsonl").read_text().splitlines()
+    assert "NaN" not in line
+    assert json.loads(line)["guard/value"] is None
 
 
 def test_default_rules_are_quiet_on_a_healthy_run(samplers, tmp_path):

@@ -269,7 +269,7 @@ def test_a_batch_is_the_sum_of_its_micro_batches(make, size):
 def test_one_publish_serves_several_steps_and_the_lag_is_logged(make):
     trainer, _ = make(per_device_train_batch_size=4, steps_per_generation=2, max_steps=4)
     trainer.train()
-    assert trainer.vllm_generation.samplers.installed == [0, 2]
+    assert trainer.vllm_generation.publisher.samplers.installed == [0, 2]
     assert [log["rlq/sync/version_lag"] for log in trainer.state.log_history[:4]] == [0, 1, 0, 1]
     # Off-policy by one step, the ratio of old to sampler log-probs stays that of the version that sampled.
     assert all(log["rlq/logratio_abs_max"] < 0.1 for log in trainer.state.log_history[:4:2])
@@ -322,7 +322,7 @@ def test_the_models_own_sampling_defaults_never_reach_the_sampler(make):
     trainer, _ = make()
     trainer.model.generation_config.update(temperature=0.1, top_k=2, top_p=0.5, do_sample=True)
     trainer.train()
-    assert trainer.vllm_generation.samplers.asked == [Sampling(1.0, LENGTH, (EOS, THREE))]
+    assert trainer.vllm_generation.publisher.samplers.asked == [Sampling(1.0, LENGTH, (EOS, THREE))]
 
 
 @pytest.mark.parametrize("fault", [{"version": 7}, {"scheme": "fp8"}], ids=str)

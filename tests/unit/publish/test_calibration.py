@@ -15,9 +15,10 @@ from rlq.publish import snapshot
 from rlq.recipes.statistics import KINDS, Statistics, collect
 from samplers.options import SamplerConfig
 from samplers.testing.reference import TransformersSampler
+from trainers.observe.gap import quantized_copy
 from trainers.options import QuantGRPOConfig
 from trainers.publish.calibration import calibrate
-from trainers.twin import quantized_copy, score
+from trainers.twin import score
 
 STATIC = Scheme.preset("fp8_static")
 CONFIG = json.loads((MODEL / "config.json").read_text())
@@ -82,7 +83,7 @@ def test_one_static_layer_is_enough():
 def test_a_run_publishes_scales_of_its_own_versions(name, samplers, tmp_path):
     trainer, _ = build(samplers, tmp_path, scheme=name, max_steps=2, learning_rate=1e-2)
     published = []
-    inner = trainer.vllm_generation.samplers
+    inner = trainer.vllm_generation.publisher.samplers
     install = inner.install
 
     def note(snap, probe=None):
@@ -114,7 +115,7 @@ def test_the_quantized_copy_of_the_learner_is_the_sampler(samplers, tmp_path):
 
     def look(inputs):
         out = scored(trainer, inputs)
-        model = quantized_copy(trainer, STATIC, 0)
+        model = quantized_copy(trainer, STATIC)
         seen.append((out, score(model, out, trainer.args.temperature)[0]))
         return out
 
@@ -220,7 +221,7 @@ def test_a_run_with_a_rounded_cache_recalibrates_it_and_keeps_its_canary(kv_cach
         {"kv": TransformersSampler(CONFIG, scheme)}, tmp_path, scheme="kv", max_steps=2, learning_rate=1e-2
     )
     scales = []
-    inner = trainer.vllm_generation.samplers
+    inner = trainer.vllm_generation.publisher.samplers
     install = inner.install
     inner.install = lambda snap, probe=None: (
         scales.append({n: float(t) for n, t in snap.tensors.items() if n.endswith(("k_scale", "v_scale"))})
