@@ -10,7 +10,7 @@ class ConfigError(RlqError, ValueError):
 
 
 class SnapshotError(RlqError, ValueError):
-    """Weights that must not be served: missing, unexpected, misshapen, non-finite or damaged tensors."""
+    """Weights that must not be served: missing, unexpected, wrongly shaped, non-finite or damaged tensors."""
 
 
 class SamplerError(RlqError, RuntimeError):
@@ -18,6 +18,6 @@ class SamplerError(RlqError, RuntimeError):
 
 
 def last_line(error: BaseException) -> str:
-    """The line of somebody else's error that says what happened."""
+    """The last line of a foreign error's message, which says what happened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -10,7 +10,7 @@ from .errors import ConfigError, SnapshotError
 
 
 def write_renamed(path: Path, data: bytes | memoryview) -> None:
-    """Write beside `path`, then rename into place: whoever opens it reads the old file or the new one."""
+    """Write beside `path`, then rename into place: a reader sees the old file or the new one."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         file.write(data)

@@ -141,7 +141,7 @@ class QuantGRPOTrainer(GRPOTrainer):
         if "tool_mask" in out:
             mask &= out["tool_mask"].bool()
         learner, sampler = out["old_per_token_logps"], out["sampling_per_token_logps"]
-        bridge = correct(learner, sampler, mask, self.correction, reduce=self.reducer)
+        bridge = correct(learner, sampler, mask, self.correction, advantages=out["advantages"], reduce=self.reducer)
         self._refuse_nonfinite(bridge.metrics)
         stay = bridge.finite if self.correction.denominator == "fixed" else bridge.keep
         # A factor of 1 where there is no token: the vespo loss sums the logarithm of the ratio over the padding too.

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from .correction.correction import Correction
 from .correction.rules import RuleInputs
-from .correction.weights import apply
+from .correction.weights import apply_correction
 from .metrics.summary import RawSums, raw_sums, summarize
 from .metrics.sums import BridgeSums
 from .ratio import log_ratio
@@ -31,7 +31,7 @@ class BridgeOutput:
     keep: Tensor
     """(B, T) bool, tokens that stay in the loss: the mask less non-finite, masked-out, rejected and vetoed tokens."""
     finite: Tensor
-    """(B, T) bool, tokens of the mask with two finite log-probs; what a `fixed` denominator counts."""
+    """(B, T) bool, tokens of the mask with two finite log-probs; a `fixed` denominator counts them."""
     denominator: float
     """Tokens to divide the summed loss by: `finite` (fixed) or `keep` (kept), over all ranks with a reducer.
     At least 1, so that a batch that lost every token has loss 0 and gradient 0 rather than NaN."""
@@ -58,14 +58,14 @@ def correct(
     """Correction weights, kept tokens and metrics of one batch of rollouts.
 
     rho = exp(clamp(level(ell), +-20)) with ell = learner - sampler; see `Correction` for levels, modes and drops.
-    Token truncation is TIS (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training");
-    the token mask is IcePop.
+    Token truncation is TIS (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
+    a report without an arXiv number); the token mask is IcePop (Ring-1T, arXiv 2510.18855).
 
     Args:
         learner_logprobs: (B, T), any floating dtype; log-probs under the learner. A gradient it carries is ignored.
         sampler_logprobs: (B, T), any floating dtype; log-probs of the same ids under what sampled them.
         mask: (B, T) bool, True on completion tokens. What lies outside it never matters, NaN included.
-        correction: what to do.
+        correction: how tokens are weighted and dropped.
         advantages: (B,) or (B, T); needed where `correction.needs_advantages`.
         reduce: combines sums over the ranks that share the batch; None means this is the whole batch.
 
@@ -117,7 +117,7 @@ def _check_advantages(advantages: Tensor | None, mask: Tensor, corrections: Mapp
 
 def _output(inputs: RuleInputs, raw: RawSums, correction: Correction, reduce: Reducer | None) -> BridgeOutput:
     ratio = inputs.ratio
-    applied = apply(inputs, correction, reduce)
+    applied = apply_correction(inputs, correction, reduce)
     sums = summarize(ratio, raw, applied)
     total = sums if reduce is None else sums.reduce(reduce)
     tokens, kept = total.value("tokens"), total.value("kept")

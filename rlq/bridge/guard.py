@@ -1,7 +1,7 @@
 """A guard on the mismatch: thresholds, patience and hysteresis over the metrics of a run, actions as data.
 
-`Guard.step` is pure: it takes a state and one step's metrics and returns the next state and the decisions. Whoever
-runs it carries the decisions out and logs their records.
+`Guard.step` is pure: it takes a state and one step's metrics and returns the next state and the decisions. The caller
+carries the decisions out and logs their records.
 """
 
 import dataclasses
@@ -36,13 +36,13 @@ class GuardRule:
     limit: float
     """Beyond this the metric counts as bad; NaN always does."""
     actions: tuple[Action, ...]
-    """What to do, mildest first."""
+    """Mildest first."""
     when: Literal["above", "below"] = "above"
     """Which side of the limit is bad."""
     patience: int = 5
     """Bad steps before an action, and good steps before the rule starts over; at least 1."""
     recover: float | None = None
-    """The metric is good on the other side of this; None is half the limit (`above`), or half-way from it to 1
+    """The metric is good on the other side of this; None is half the limit (`above`), or halfway from it to 1
     (`below`: those metrics are shares)."""
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ on average count as a problem. So: ten times healthy warns, a hundred times heal
 
 @dataclass(frozen=True)
 class RuleState:
-    """Where one rule stands."""
+    """Counts of one rule."""
 
     bad: int = 0
     """Bad steps since the last action."""
@@ -112,19 +112,16 @@ class Decision:
     """One action and what triggered it."""
 
     step: int
-    """Training step."""
     action: Action
-    """What to do."""
     metric: str
-    """Metric that triggered it."""
     value: float
-    """Its value at this step."""
+    """The metric at this step."""
     limit: float
     """The rule's limit, or for `recovered` the value it came back past."""
     patience: int
     """Steps for which the metric was beyond it."""
     message: str
-    """One line for a log or an alert."""
+    """One line, for a log or an alert."""
 
     def record(self) -> dict[str, float | int | str]:
         """Flat log record, prefixed `guard/`."""
@@ -136,10 +133,10 @@ class Guard:
     """Rules, and the pure transition over them."""
 
     rules: tuple[GuardRule, ...] = DEFAULT_RULES
-    """Rules, each by itself; several may name one metric."""
+    """Independent of each other; several may name one metric."""
 
     def start(self) -> tuple[RuleState, ...]:
-        """State before the first step; states are small, comparable and can be saved with a checkpoint."""
+        """State before the first step. States can be compared, and saved with a checkpoint."""
         return tuple(RuleState() for _ in self.rules)
 
     def step(
@@ -152,7 +149,8 @@ class Guard:
         """
         if len(state) != len(self.rules):
             raise ConfigError(f"guard state has {len(state)} rules, the guard {len(self.rules)}: start anew")
-        states, decisions = [], []
+        states: list[RuleState] = []
+        decisions: list[Decision] = []
         for rule, before in zip(self.rules, state, strict=True):
             after, decision = before, None
             if rule.metric in metrics:
@@ -186,7 +184,7 @@ def _decision(rule: GuardRule, action: Action, limit: float, value: float, step:
 
 
 def tightened(correction: Correction) -> Correction:
-    """The next stricter correction: half the head-room above 1, a lower bound half-way to 1, a ten times closer veto.
+    """The next stricter correction: half the headroom above 1, a lower bound halfway to 1, a ten times closer veto.
 
     The result is a correction like any other; applied again and again it tends to weights of at most 1. Mode `none`
     starts truncating at 2.

@@ -26,19 +26,16 @@ class LogRatio:
 
     exact_BT: Tensor
     """(B, T) fp32, or fp64 for fp64 inputs. Not bounded; used wherever nothing is exponentiated."""
-
     bounded_BT: Tensor
     """(B, T) the same clamped to +-`MAX_LOG_RATIO`; the only form that goes into `exp`."""
 
     rho_BT: Tensor
     """(B, T) exp of the bounded log ratio, 0 outside the finite tokens."""
-
     mask_BT: Tensor
     """(B, T) bool, as passed."""
 
     finite_BT: Tensor
     """(B, T) bool: inside the mask, and both log-probs are numbers."""
-
     tokens_B: Tensor
     """(B,) fp64, finite tokens of each sequence."""
 

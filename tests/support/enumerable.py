@@ -76,7 +76,9 @@ def gradient_bias(
 def _enumerate(vocabulary: int, length: int) -> tuple[Tensor, Tensor]:
     """(B, T) row of the logit table and token, for every sequence."""
     tokens = torch.cartesian_prod(*[torch.arange(vocabulary)] * length).view(-1, length)
-    rows, start, index = [], 0, torch.zeros(len(tokens), dtype=torch.long)
+    rows: list[Tensor] = []
+    start = 0
+    index = torch.zeros(len(tokens), dtype=torch.long)
     for t in range(length):
         rows.append(start + index)
         start += vocabulary**t

@@ -23,14 +23,16 @@ class Correction:
     With ell_t = log pi_learner - log pi_sampler, the ratio rho of a token is exp(ell_t) at level `token`,
     exp(sum ell) at level `sequence`, exp(mean ell) at level `geometric` (both the same for every token of the
     sequence), and exp(mean ell) over its own contiguous run of the mask at level `segment` (one turn of a dialogue).
-    Every threshold is a bound on rho itself, never on its log.
+    Every threshold is a bound on rho itself, never on its log. `geometric` is
+    the ratio of GSPO (arXiv 2507.18071).
 
     Raises:
         ConfigError: a field is out of range or two fields contradict each other.
     """
 
     level: Level = "token"
-    """Over what the ratio is formed. `sequence` is unbiased and its variance grows with length; `token` trades."""
+    """What the ratio is formed over. `sequence` is unbiased, its variance grows with length; `token` trades bias for
+    variance."""
     mode: Mode = "truncate"
     """`truncate` min(rho, upper); `clip` rho into [lower, upper]; `mask` rho inside the band, dropped outside;
     `none` weight 1 (measure only, or reject only)."""

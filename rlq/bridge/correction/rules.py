@@ -40,14 +40,17 @@ class RejectRule:
     `ratio` and `k1` differ in `max` alone: the largest ratio of a sequence, or its smallest. Sums of logs make
     `sum` the product ratio and `mean` the geometric mean.
 
+    `prob_diff` with a bound per sign of the advantage is DPPO (arXiv 2602.04879). `ratio` with `mean` and `lower` where
+    the advantage is not positive is the off-policy sequence mask of DeepSeek-V3.2 (arXiv 2512.02556). k1, k2 and k3 are
+    Schulman's estimators of KL(sampler || learner) ("Approximating KL Divergence", 2020).
+
     Raises:
         ConfigError: no bound, bounds in the wrong order, or a band that drops a token without any mismatch.
     """
 
     statistic: Statistic
-    """What is measured."""
     aggregation: Aggregation = "token"
-    """Over what: each token by itself, or the sum, mean or maximum over a sequence."""
+    """`token` drops tokens; the others drop whole sequences."""
     lower: float | None = None
     """Smallest value kept; None is no lower bound."""
     upper: float | None = None
@@ -76,16 +79,11 @@ class RejectRule:
 
 @dataclass(frozen=True)
 class RuleInputs:
-    """Everything a rule may look at."""
+    """What a rule may look at."""
 
     ratio: LogRatio
-    """Log ratio of the batch."""
-
     learner_BT: Tensor
-    """(B, T) learner log-probs."""
-
     sampler_BT: Tensor
-    """(B, T) sampler log-probs."""
     advantages: Tensor | None
     """(B,) or (B, T); None when the caller has none."""
 

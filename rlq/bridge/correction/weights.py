@@ -27,7 +27,6 @@ class Applied:
 
     weights_BT: Tensor
     """(B, T) weights, 0 where dropped."""
-
     keep_BT: Tensor
     """(B, T) bool."""
     upper: float
@@ -44,53 +43,34 @@ class Applied:
     """0-dim, sequences dropped by the veto."""
 
 
-def apply(inputs: RuleInputs, correction: Correction, reduce: Reducer | None) -> Applied:
-    """Weights and kept tokens; `reduce` serves whatever depends on statistics of the whole batch."""
+@dataclass(frozen=True)
+class _Weighed:
+    """Weights before drops by rules and veto; fields as in `Applied`."""
+
+    weights: Tensor
+    """(B, T), or (B, 1) where all tokens of a sequence share one."""
+    keep: Tensor
+    upper: float
+    clip_high: Tensor
+    clip_low: Tensor
+
+
+def apply_correction(inputs: RuleInputs, correction: Correction, reduce: Reducer | None) -> Applied:
+    """Weights and kept tokens of one batch.
+
+    Args:
+        inputs: the batch.
+        correction: validated settings.
+        reduce: combines sums over ranks, for what depends on statistics of the whole batch.
+    """
     ratio = inputs.ratio
-    none = torch.zeros((), dtype=torch.float64, device=ratio.sum_B.device)
-    keep, clip_high, clip_low, upper = ratio.finite_BT, none, none, correction.upper
-    if correction.custom is not None:
-        weights = custom_weights(correction.custom, ratio)
-        keep = keep & (weights > 0)
-    elif correction.mode == "none":
-        weights = torch.ones_like(ratio.sum_B, dtype=ratio.exact_BT.dtype)[:, None]
-    else:
-        rho = level_ratio(ratio, correction.level)
-        if correction.ess_target is not None:
-            upper = _ess_cap(rho, ratio, correction, correction.ess_target, reduce)
-        out = rho > upper
-        clip_high = _count(out, ratio)
-        if correction.lower:
-            below = rho < correction.lower
-            clip_low = _count(below, ratio)
-            out |= below
-        if correction.mode == "mask":
-            keep = keep & ~out
-            weights = rho.masked_fill(out, 0.0)
-        else:
-            weights = rho.clamp(min=correction.lower or 0.0, max=upper)
+    finite = ratio.finite_BT
+    weighed = _weigh(ratio, correction, reduce)
+    weights = weighed.weights
     if correction.normalize == "batch":
         weights = weights / _mean_weight(weights, ratio, correction.per_sequence, reduce)
-    return _drop(inputs, correction, reduce, weights, keep, (upper, clip_high, clip_low))
-
-
-def _drop(
-    inputs: RuleInputs,
-    correction: Correction,
-    reduce: Reducer | None,
-    weights: Tensor,
-    keep: Tensor,
-    clipped: tuple[float, Tensor, Tensor],
-) -> Applied:
-    ratio, finite = inputs.ratio, inputs.ratio.finite_BT
-    none = torch.zeros((), dtype=torch.float64, device=ratio.sum_B.device)
-    sequence_drop = None
-    for rule in correction.reject or ():
-        out = outside(rule, inputs)
-        if rule.aggregation == "token":
-            keep = keep & ~out
-        else:
-            sequence_drop = out if sequence_drop is None else sequence_drop | out
+    keep, sequence_drop = _rejected(inputs, correction, weighed.keep)
+    none = _zero(ratio)
     masked = none if keep is finite else finite.sum() - keep.sum()
     rejected_seqs = none
     if sequence_drop is not None:
@@ -103,17 +83,57 @@ def _drop(
         weights = torch.where(keep, weights, torch.zeros((), dtype=weights.dtype, device=weights.device))
     if correction.normalize == "self":
         weights = weights * _self_factor(weights, keep if correction.denominator == "kept" else finite, reduce)
-    upper, clip_high, clip_low = clipped
     return Applied(
         weights_BT=weights,
         keep_BT=keep,
-        upper=upper,
-        clip_high=clip_high,
-        clip_low=clip_low,
+        upper=weighed.upper,
+        clip_high=weighed.clip_high,
+        clip_low=weighed.clip_low,
         masked=masked,
         rejected_seqs=rejected_seqs,
         vetoed_seqs=none if vetoed is None else vetoed.sum(),
     )
+
+
+def _weigh(ratio: LogRatio, correction: Correction, reduce: Reducer | None) -> _Weighed:
+    none = _zero(ratio)
+    finite = ratio.finite_BT
+    if correction.custom is not None:
+        weights = custom_weights(correction.custom, ratio)
+        return _Weighed(weights, finite & (weights > 0), correction.upper, none, none)
+    if correction.mode == "none":
+        ones = torch.ones_like(ratio.sum_B, dtype=ratio.exact_BT.dtype)[:, None]
+        return _Weighed(ones, finite, correction.upper, none, none)
+    rho = level_ratio(ratio, correction.level)
+    upper = correction.upper
+    if correction.ess_target is not None:
+        upper = _ess_cap(rho, ratio, correction, correction.ess_target, reduce)
+    out = rho > upper
+    clip_high = _count(out, ratio)
+    clip_low = none
+    if correction.lower:
+        below = rho < correction.lower
+        clip_low = _count(below, ratio)
+        out |= below
+    if correction.mode == "mask":
+        return _Weighed(rho.masked_fill(out, 0.0), finite & ~out, upper, clip_high, clip_low)
+    return _Weighed(rho.clamp(min=correction.lower or 0.0, max=upper), finite, upper, clip_high, clip_low)
+
+
+def _rejected(inputs: RuleInputs, correction: Correction, keep: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Tokens that the token rules keep, and (B, 1) sequences that a sequence rule drops; None without such a rule."""
+    sequence_drop = None
+    for rule in correction.reject or ():
+        out = outside(rule, inputs)
+        if rule.aggregation == "token":
+            keep = keep & ~out
+        else:
+            sequence_drop = out if sequence_drop is None else sequence_drop | out
+    return keep, sequence_drop
+
+
+def _zero(ratio: LogRatio) -> Tensor:
+    return torch.zeros((), dtype=torch.float64, device=ratio.sum_B.device)
 
 
 def level_ratio(ratio: LogRatio, level: str) -> Tensor:

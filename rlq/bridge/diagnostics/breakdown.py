@@ -158,7 +158,7 @@ class WorstToken:
     position: int
     """Column of the batch."""
     token: int
-    """Its id."""
+    """Id."""
     context: tuple[int, ...]
     """Ids of the tokens before it, oldest first."""
     log_ratio: float

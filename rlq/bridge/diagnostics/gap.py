@@ -28,7 +28,6 @@ class GapAttribution:
 
     log_ratio: dict[str, float]
     """Part to its mean log ratio, signed; nats per token."""
-
     k3: dict[str, float]
     """Part to its share of k3, nats per token. A part can be negative where it undoes another."""
     tokens: int
@@ -78,7 +77,7 @@ def gap_attribution(
         reduce: combines sums over the ranks that share the batch.
 
     Raises:
-        ConfigError: a score is missing or misshapen.
+        ConfigError: a score is missing or has another shape.
     """
     scores = (learner_logprobs, old_logprobs, quantized_logprobs, sampler_logprobs)
     for score in scores[:-1]:

@@ -1,7 +1,7 @@
-"""What dropping does to the sample: is what stays still a fair picture of what was sampled?
+"""Selection bias: how the tokens that a correction keeps differ from those that were sampled.
 
-Rejection by likelihood is not blind: long, surprising or wrong completions are rejected more often, and a group
-baseline that was centred over all completions is not centred over the kept ones.
+Rejection by likelihood is not random: long, surprising or wrong completions are rejected more often, and a group
+baseline that was centered over all completions is not centered over the kept ones.
 
 Axes: B sequences, T completion tokens (padded).
 """

@@ -48,14 +48,14 @@ def histogram(ell: Tensor, tokens: Tensor, scratch: Tensor) -> Tensor:
 
 
 def quantiles(histogram: Tensor, probabilities: tuple[float, ...]) -> list[float]:
-    """Log ratios at the given probabilities: the centre of the bin that holds the observation of that rank."""
+    """Log ratios at the given probabilities: the center of the bin that holds the observation of that rank."""
     cumulative = histogram.cpu().cumsum(0)
     total = float(cumulative[-1])
     out = []
     for p in probabilities:
         rank = max(1.0, math.ceil(p * total))
         index = int(torch.searchsorted(cumulative, torch.tensor(rank, dtype=torch.float64))) - _HALF
-        out.append(math.copysign(_bin_centre(abs(index)), index) if index else 0.0)
+        out.append(math.copysign(_bin_center(abs(index)), index) if index else 0.0)
     return out
 
 
@@ -65,7 +65,7 @@ def bin_edges() -> list[float]:
     return [-x for x in reversed(positive)] + [*positive, math.inf]
 
 
-def _bin_centre(k: int) -> float:
+def _bin_center(k: int) -> float:
     """|ell| in the middle of the k-th bin above zero, k >= 1."""
     return (_bin_edge(k) + _bin_edge(k + 1)) / 2
 

@@ -30,7 +30,6 @@ class RawSums:
     """Entries of `BridgeSums.maxima` by name."""
     histogram: Tensor
     """1-D fp64, counts of log ratios."""
-
     scratch_BT: Tensor
     """(B, T) memory to overwrite."""
 

@@ -48,7 +48,7 @@ METRIC_NAMES = (
     "bounded_seqs",
 )
 """Names without the `rlq/` prefix. The last three are counts: finite tokens, tokens and sequences whose log ratio
-lies beyond the bound of the exponent (a sequence ratio of exp(-120) is 0 in fp32: `bounded_seqs` says so).
+lies beyond the bound of the exponent (a sequence ratio of exp(-120) is 0 in fp32; `bounded_seqs` counts it).
 
 Raw metrics are over the N finite tokens, or over the sequences that have one. `weight_mean` is over the N tokens with
 dropped ones as 0, `weight_min` and `weight_max` over kept tokens; `mask_frac` is the share of N dropped token by

@@ -73,7 +73,7 @@ def test_position_counts_completion_tokens_whatever_the_padding_side():
     assert torch.allclose(left["position"].sums, right["position"].sums, rtol=1e-12)
 
 
-def test_histogram_holds_every_token_and_is_centred():
+def test_histogram_holds_every_token_and_is_centered():
     learner, sampler, mask = batch(scale=0.05)
     sums = correct(learner, sampler, mask, Correction()).sums
     counts, edges = log_ratio_histogram(sums, bins=32)

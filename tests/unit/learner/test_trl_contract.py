@@ -19,7 +19,7 @@ import torch
 from grpo_steps import BATCH, EOS, GROUP, LENGTH, MODEL, THREE, TOKENIZER, build, reference_samplers
 from transformers import AutoModelForCausalLM
 
-from rlq.bridge import Correction, LogRatio
+from rlq.bridge import Correction, LogRatio, correct
 from rlq.errors import SamplerError
 from rlq.publish import tensor_digest
 from rlq.types import Rollout, Sampling
@@ -137,6 +137,19 @@ def test_the_batch_holds_what_the_score_seam_reads_and_writes(make):
     ours = trainer._generate_and_score_completions(rows)
     assert set(ours) == set(plain) | {"tool_mask"}
     assert ours["tool_mask"].shape == ours["importance_sampling_ratio"].shape == ours["completion_mask"].shape
+
+
+@pytest.mark.parametrize("preset", ["prime-rl/dppo", "deepseek/off_policy_sequence_mask"])
+def test_a_preset_that_looks_at_advantages_runs(make, preset):
+    correction = Correction.preset(preset)
+    _, batch, log = one_step(make, edit=shifted(lambda b, t: True, by=1.0), correction=correction)
+    scores = batch["old_per_token_logps"], batch["sampling_per_token_logps"], batch["completion_mask"].bool()
+    expected = correct(*scores, correction, advantages=batch["advantages"])
+    assert torch.equal(batch["importance_sampling_ratio"][expected.finite], expected.weights[expected.finite])
+    dropped = (expected.finite & ~expected.keep).any(-1)
+    assert dropped.any()
+    assert (batch["advantages"][dropped] <= 0).all()  # what the learner finds less likely, and should
+    assert log["rlq/kept_token_frac"] < 1
 
 
 # ---- factors of the loss
