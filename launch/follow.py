@@ -1,14 +1,5 @@
-"""Follows `ray job submit`: one live progress bar on a terminal, plain lines elsewhere, the job's own lines in between.
+"""Shows a running job: one progress bar on a terminal, plain lines elsewhere, the job's own lines in between."""
 
-A job that wants a bar prints, when RLQ_PROGRESS=json is in its environment, one line per training step:
-
-    rlq-step {"step": 12, "max_steps": 60, "reward": 0.71, "rlq/sampler_kl_k3": 0.0005, "eta_s": 61}
-
-and `run_dir=/absolute/path` as its last line. Every other line is passed through as it is.
-"""
-
-import json
-import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -17,7 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-STEP_PREFIX = "rlq-step "
+from rlq import progress_line
+
 RUN_DIR_PREFIX = "run_dir="
 # key of the step line, label, how it is shown
 SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
@@ -27,10 +19,8 @@ SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("rlq/rollout/tokens_per_s", "tok/s", "{:,.0f}".format),
     ("eta_s", "eta", lambda seconds: f"{int(seconds) // 60}:{int(seconds) % 60:02d}"),
 )
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_RAY_LOG = re.compile(r"^(?:[\d-]+ [\d:,]+\s+[A-Z]+ \w+\.py:\d+ -- )?(.*)$")
-_RULE = re.compile(r"^-*$")
-_RAY_CHATTER = ("Runtime env is setting up.", "Running entrypoint for job ", "WebSocket closed for job ")
+# Ray writes these into the job's log before the job does.
+RAY_LINES = ("Runtime env is setting up.", "Running entrypoint for job ")
 
 
 @dataclass
@@ -45,19 +35,10 @@ class Followed:
     """time.monotonic() at the first step line."""
     last_step: dict[str, Any] = field(default_factory=dict)
     """The newest step line."""
-    before: list[str] = field(default_factory=list)
-    """What `ray job submit` said before the job's log began: of interest only when it failed."""
-    after: list[str] = field(default_factory=list)
-    """What it said after the log ended."""
-
-    @property
-    def job_spoke(self) -> bool:
-        """True when the job itself printed anything."""
-        return self.started_s is not None
 
 
-def follow(lines: Iterable[str], job: str, console: Console, seen: Followed) -> None:
-    """Shows the output of `ray job submit` for submission id `job` until it ends, and notes in `seen` what it saw."""
+def follow(lines: Iterable[str], console: Console, seen: Followed) -> None:
+    """Show a job's log until it ends, and note in `seen` what it said."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -67,11 +48,13 @@ def follow(lines: Iterable[str], job: str, console: Console, seen: Followed) -> 
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("submitting", total=None, numbers="")
-        for line in _job_lines(lines, job, seen):
-            step = _step(line)
+        task = progress.add_task("starting", total=None, numbers="")
+        for line in lines:
+            if any(text in line for text in RAY_LINES) and seen.started_s is None:
+                continue
+            seen.started_s = seen.started_s or time.monotonic()
+            step = progress_line.read(line)
             if step is None:
-                progress.update(task, description="starting" if seen.first_step_s is None else "training")
                 _pass_through(line, seen, progress.console)
                 continue
             seen.first_step_s = seen.first_step_s or time.monotonic()
@@ -91,41 +74,3 @@ def _pass_through(line: str, seen: Followed, console: Console) -> None:
         console.out(line, highlight=False)
     else:
         print(line, flush=True)
-
-
-def _step(line: str) -> dict[str, Any] | None:
-    """The object of a step line; None for every other line, a damaged step line included."""
-    if not line.startswith(STEP_PREFIX):
-        return None
-    try:
-        step = json.loads(line.removeprefix(STEP_PREFIX))
-    except json.JSONDecodeError:
-        return None
-    return step if isinstance(step, dict) and "step" in step else None
-
-
-def _job_lines(lines: Iterable[str], job: str, seen: Followed) -> Iterable[str]:
-    """The job's own lines, without what `ray job submit` wraps around them."""
-    source = (line.rstrip("\n") for line in lines)
-    for line in source:
-        seen.before.append(line)
-        if "Tailing logs until the job exits" in line:
-            break
-    closing = re.compile(
-        rf"^(?:Job '{re.escape(job)}' (?:succeeded|failed|was stopped)|Status for job '{re.escape(job)}')"
-    )
-    rules: list[str] = []  # lines of dashes, held back until it is known whether the closing message follows them
-    for line in source:
-        text = _RAY_LOG.sub(r"\1", _ANSI.sub("", line))
-        if closing.match(text):
-            break
-        if text.startswith(_RAY_CHATTER):
-            continue
-        if _RULE.match(text):
-            rules.append(line)
-            continue
-        seen.started_s = seen.started_s or time.monotonic()
-        yield from rules
-        rules.clear()
-        yield line
-    seen.after.extend(source)

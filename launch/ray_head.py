@@ -1,7 +1,8 @@
 """A local Ray head that lives exactly as long as its `with` block, or the one that is already there.
 
-Nothing here imports ray: the head is `ray start --head --block`, the command that a user would type, and Linux ends
-its daemons with it. So stopping the head cannot touch another one on the same machine, which `ray stop` would.
+The head is `ray start --head --block`, the command that a user would type, in a session of its own: Ctrl-C reaches all
+processes of a terminal's session, and Ray's job server would end before the job could be stopped in order. Linux ends the
+head's daemons with it, so stopping it cannot touch another head on the same machine, which `ray stop` would.
 """
 
 import os
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 
+from rlq.errors import RlqError
+
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 TOKEN, TOKEN_PATH = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
@@ -33,20 +36,20 @@ class Ray:
     """Where jobs are submitted to."""
 
     variables: dict[str, str]
-    """What Ray's commands need in their environment to reach it; RAY_ADDRESS among them."""
+    """What Ray's commands and clients need in their environment to reach it; RAY_ADDRESS among them."""
     local: bool
     """True when jobs run on this machine, and so can use this interpreter."""
     ours: bool
     """True when it was started here."""
 
 
-class RayUnavailable(Exception):
-    """No Ray to submit to; the message is one line."""
-
-
 @contextmanager
 def local_or_running_ray() -> Iterator[Ray]:
-    """The cluster that the environment names, else the one at Ray's default address, else a head of our own."""
+    """The cluster that the environment names, else the one at Ray's default address, else a head of our own.
+
+    Raises:
+        RlqError: a head of our own did not start.
+    """
     named = next((os.environ[name] for name in ADDRESS_VARIABLES if os.environ.get(name)), None)
     if named is not None:
         local = any(word in named for word in ("127.0.0.1", "localhost", "auto"))
@@ -57,7 +60,7 @@ def local_or_running_ray() -> Iterator[Ray]:
         return
     token = _user_token()
     if token is not None and _lets_in(DEFAULT_ADDRESS, token=token):
-        # Ray's commands send the user's token to a given address only when they are told to.
+        # Ray's clients send the user's token to a given address only when they are told to.
         yield Ray({"RAY_ADDRESS": DEFAULT_ADDRESS, "RAY_AUTH_MODE": "token"}, local=True, ours=False)
         return
     with _head() as variables:
@@ -146,7 +149,7 @@ def _wait_until_ready(address: str, token: str, process: subprocess.Popen[bytes]
     while not _lets_in(address, token=token):
         if process.poll() is not None or time.monotonic() > deadline:
             sys.stderr.write("".join(log_path.read_text().splitlines(keepends=True)[-20:]))
-            raise RayUnavailable("the local Ray head did not start; the end of its log is above")
+            raise RlqError("the local Ray head did not start; the end of its log is above")
         time.sleep(0.1)
 
 
@@ -189,4 +192,4 @@ def _free_port(preferred: int) -> int:
             except OSError:
                 continue
             return probe.getsockname()[1]
-    raise RayUnavailable("no free port on 127.0.0.1")
+    raise RlqError("no free port on 127.0.0.1")

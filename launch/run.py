@@ -9,15 +9,17 @@ A Ray that already runs (RAY_ADDRESS, or Ray's default address) is used and left
 """
 
 import argparse
-import json
+import asyncio
+import logging
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -25,10 +27,14 @@ sys.path.insert(0, str(ROOT))
 from rich.console import Console
 
 from launch.follow import Followed, follow
-from launch.ray_head import Ray, RayUnavailable, environment, interpreter_folder, local_or_running_ray
+from launch.ray_head import Ray, interpreter_folder, local_or_running_ray
+from rlq import progress_line
+from rlq.errors import RlqError
 
 PACKAGE_LIMIT = 200_000_000
 INTERRUPTED = 130
+STOP_S = 60.0
+"""Seconds that an interrupted job gets to write its checkpoint."""
 
 
 class Clock:
@@ -71,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             clock.mark("head ready")
             code = _run_job(ray, job, entrypoint, seen, clock)
         clock.mark("head stopped" if ray.ours else "head left running")
-    except RayUnavailable as error:
+    except RlqError as error:
         print(f"rlq: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -113,52 +119,73 @@ def _entrypoint(args: argparse.Namespace, job: str) -> tuple[list[str], Path]:
 
 
 def _run_job(ray: Ray, job: str, entrypoint: list[str], seen: Followed, clock: Clock) -> int:
-    """Submits, follows into `seen`, and stops the job when this process is interrupted; returns the exit code."""
-    variables = {"RLQ_PROGRESS": "json", "PYTHONUNBUFFERED": "1"}
+    """Submit, follow into `seen`, and stop the job when this process is interrupted; returns the exit code."""
+    variables = {progress_line.VARIABLE: progress_line.VALUE, "PYTHONUNBUFFERED": "1"}
     if ray.local and not ray.ours:
-        variables["PATH"] = f"{interpreter_folder()}:${{PATH}}"  # a head of ours has this already
-    env = environment(**ray.variables)
-    submit = [
-        *("ray", "job", "submit", "--working-dir", ".", "--submission-id", job),
-        *("--runtime-env-json", json.dumps({"env_vars": variables}), "--", *entrypoint),
-    ]
-    prefix = " ".join(f"{name}={shlex.quote(value)}" for name, value in ray.variables.items())
-    print(f"rlq: {prefix} {shlex.join(submit)}", flush=True)
-    submitting = subprocess.Popen(
-        [interpreter_folder() / "ray", *submit[1:]],
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        bufsize=1,
-        start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the job in order
-    )
-    assert submitting.stdout is not None
+        variables["PATH"] = f"{interpreter_folder()}:${{PATH}}"  # a Ray of ours has this already
+    _print_command(ray, job, entrypoint)
+    os.environ.update(ray.variables)
+    from ray.job_submission import JobStatus, JobSubmissionClient  # reads its environment when it is imported
+
+    for name in ("job.sdk", "dashboard_sdk"):  # they announce that .git does not travel, and that a log ends
+        logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.ERROR)
+
     try:
-        follow(submitting.stdout, job, Console(), seen)
-        code = 0 if submitting.wait() == 0 else 1
+        client = JobSubmissionClient(ray.variables["RAY_ADDRESS"])
+        client.submit_job(
+            entrypoint=shlex.join(entrypoint),
+            submission_id=job,
+            runtime_env={"working_dir": str(ROOT), "env_vars": variables},
+        )
+    except (ConnectionError, RuntimeError) as error:
+        first = str(error).partition("\n")[0]
+        raise RlqError(f"the job could not be submitted to {ray.variables['RAY_ADDRESS']}: {first}") from None
+    try:
+        follow(job_lines(client, job), Console(), seen)
+        code = 0 if client.get_job_status(job) == JobStatus.SUCCEEDED else 1
     except KeyboardInterrupt:
         for stop in (signal.SIGINT, signal.SIGTERM):
             signal.signal(stop, signal.SIG_IGN)
         print("rlq: stopping the job", flush=True)
-        submitting.kill()  # first, so that it cannot submit after the stop
-        submitting.wait()
-        _stop_job(job, env)
+        _stop_job(client, job)
         code = INTERRUPTED
-    if code == 1 and not seen.job_spoke:
-        print("\n".join(seen.before + seen.after))
+    if code == 1 and seen.started_s is None:
+        print(client.get_job_info(job).message)
     _mark(seen, clock)
     return code
 
 
-def _stop_job(job: str, env: dict[str, str]) -> None:
-    command = [str(interpreter_folder() / "ray"), "job", "stop", job]
-    try:
-        subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
-    except subprocess.TimeoutExpired:
-        print(f"rlq: the job has not stopped after 60 s; ask again with: ray job stop {job}")
+def _print_command(ray: Ray, job: str, entrypoint: list[str]) -> None:
+    """What a user would type for the same."""
+    submit = ["ray", "job", "submit", "--working-dir", ".", "--submission-id", job, "--", *entrypoint]
+    prefix = " ".join(f"{name}={shlex.quote(value)}" for name, value in ray.variables.items())
+    print(f"rlq: {prefix} {shlex.join(submit)}", flush=True)
+
+
+def job_lines(client: Any, job: str) -> Iterator[str]:
+    """The lines of a job's log, as they come, until it ends; Ray sends pieces that end anywhere."""
+    pieces = client.tail_job_logs(job)
+
+    async def take() -> str | None:
+        return await anext(pieces, None)
+
+    begun = ""
+    with asyncio.Runner() as runner:
+        while (piece := runner.run(take())) is not None:
+            *lines, begun = (begun + piece).split("\n")
+            yield from lines
+    if begun:
+        yield begun
+
+
+def _stop_job(client: Any, job: str) -> None:
+    client.stop_job(job)
+    deadline = time.monotonic() + STOP_S
+    while not client.get_job_status(job).is_terminal():
+        if time.monotonic() > deadline:
+            print(f"rlq: the job has not stopped after {STOP_S:.0f} s; ask again with: ray job stop {job}")
+            return
+        time.sleep(0.5)
 
 
 def _mark(seen: Followed, clock: Clock) -> None:

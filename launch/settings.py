@@ -51,27 +51,69 @@ def parse(argv: list[str], default_config: Path) -> tuple[tuple, dict[str, Any]]
     Returns:
         One object per class of CONFIGS, and the flat settings that parse to the same objects again.
     """
-    argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
-    if "--config" not in argv:
-        argv = ["--config", str(default_config), *argv]
+    argv, path = _split_config(argv, default_config)
     parser = _Parser(CONFIGS, allow_abbrev=False)
     try:
-        *parsed, unknown = parser.parse_args_and_config(argv, return_remaining_strings=True)
-    except OSError as error:
-        raise ConfigError(
-            f"configuration {error.filename!r} cannot be read ({error.strerror}); name one of configs/*.yaml"
-        ) from None
-    except IndexError:
-        raise ConfigError("--config needs a file; name one of configs/*.yaml") from None
-    except (ValueError, TypeError, yaml.YAMLError) as error:
+        unknown = parser.set_defaults_with_config(**read_config(path))
+        if not unknown:
+            *parsed, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    except (ValueError, TypeError) as error:
         raise ConfigError(" ".join(str(error).split())) from None
     if unknown:
         raise ConfigError(_describe(unknown, [action.dest for action in parser._actions]))
-    at = argv.index("--config")
-    given = _given(vars(parser.parse_args(argv[:at] + argv[at + 2 :])))
+    given = _given(vars(parser.parse_args(argv)))
     # What is recorded is what runs: the bridge's fields with the preset and the defaults filled in.
     record = {name: value for c in parsed if isinstance(c, BridgeConfig) for name, value in c.record().items()}
     return tuple(c.resolved() if isinstance(c, BridgeConfig) else c for c in parsed), given | record
+
+
+def _split_config(argv: list[str], default_config: Path) -> tuple[list[str], Path]:
+    """Flags without `--config FILE` or `--config=FILE`, and the file."""
+    argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+    if "--config" not in argv:
+        return argv, default_config
+    at = argv.index("--config")
+    if at + 1 == len(argv):
+        raise ConfigError("--config needs a file; name one of configs/*.yaml")
+    return argv[:at] + argv[at + 2 :], Path(argv[at + 1])
+
+
+def read_config(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The settings of a YAML file, on top of those of the file that it `extends`.
+
+    `extends: base.yaml` is relative to the file that says it; the other file may extend a third. A setting of the file
+    itself wins. Example: base.yaml says `seed: 0`, run.yaml says `extends: base.yaml` and `seed: 7`: the seed is 7.
+
+    Args:
+        path: the file.
+        above: the files that led to it, to notice a circle.
+
+    Raises:
+        ConfigError: a file that cannot be read, is no mapping, or extends itself in the end.
+    """
+    place = path.resolve()
+    if place in above:
+        raise ConfigError(f"{' extends '.join(p.name for p in (*above, place))}: a circle; remove one `extends`")
+    said_by = f", which {above[-1].name} extends," if above else ""
+    try:
+        settings = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ConfigError(
+            f"configuration {str(path)!r}{said_by} cannot be read ({reason}); name one of configs/*.yaml"
+        ) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"configuration {str(path)!r}: " + " ".join(str(error).split())) from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"configuration {str(path)!r} must hold `setting: value` lines; name one of configs/*.yaml")
+    base = settings.pop("extends", None)
+    for name, value in settings.pop("env", {}).items():  # as TRL's own parser has it
+        os.environ[name] = str(value)
+    if base is None:
+        return settings
+    if not isinstance(base, str):
+        raise ConfigError(f"configuration {str(path)!r}: extends is {base!r}; name one file, such as base.yaml")
+    return read_config(path.parent / base, (*above, place)) | settings
 
 
 def _describe(unknown: list[str], known: list[str]) -> str:

@@ -16,27 +16,15 @@ import psutil
 import pytest
 from rich.console import Console
 
-from launch import ray_head as local_ray
+from launch import ray_head
 from launch.follow import Followed, follow
 from launch.ray_head import Ray, local_or_running_ray
-from launch.run import ROOT, main, package_problem
+from launch.run import ROOT, job_lines, main, package_problem
 
-# As `ray job submit` prints it to a pipe (Ray 2.60).
+# What Ray writes into a job's log before the job does (Ray 2.60).
 BEFORE = """\
-2026-11-29 14:55:34,550\tINFO cli.py:42 -- Job submission server address: http://127.0.0.1:8265
-2026-11-29 14:55:37,185\tSUCC cli.py:66 -- ------------------------------
-2026-11-29 14:55:37,185\tSUCC cli.py:67 -- Job 'j1' submitted successfully
-2026-11-29 14:55:37,185\tSUCC cli.py:68 -- ------------------------------
-2026-11-29 14:55:37,212\tINFO cli.py:351 -- Tailing logs until the job exits (disable with --no-wait):
 2026-11-29 14:55:36,826\tINFO job_manager.py:581 -- Runtime env is setting up.
 Running entrypoint for job j1: python job.py
-"""
-AFTER = """\
-2026-11-29 14:55:45,296\tERR cli.py:74 -- \x1b[31m---------------\x1b[39m
-2026-11-29 14:55:45,296\tERR cli.py:75 -- \x1b[31mJob 'j1' failed\x1b[39m
-2026-11-29 14:55:45,297\tERR cli.py:76 -- \x1b[31m---------------\x1b[39m
-2026-11-29 14:55:45,297\tINFO cli.py:89 -- Status message: Job entrypoint command failed, last available logs:
-the log again
 """
 
 
@@ -44,7 +32,7 @@ def _follow(job_output: str, *, terminal: bool, capsys: pytest.CaptureFixture[st
     screen = io.StringIO()
     seen = Followed()
     console = Console(file=screen, force_terminal=terminal, width=200)
-    follow((BEFORE + job_output + AFTER).splitlines(keepends=True), "j1", console, seen)
+    follow((BEFORE + job_output).splitlines(), console, seen)
     return seen, screen.getvalue() if terminal else capsys.readouterr().out
 
 
@@ -52,8 +40,7 @@ def test_lines_of_the_job_pass_unchanged_and_those_of_ray_do_not(capsys):
     lines = "[a] line  with [red]markup[/]\n\n---\n  indented\nJob 'j2' failed\nrlq-step not json\n"
     seen, shown = _follow(lines, terminal=False, capsys=capsys)
     assert shown == lines
-    assert seen.job_spoke
-    assert seen.after[-1] == "the log again"
+    assert seen.started_s is not None
 
 
 @pytest.mark.parametrize(
@@ -88,11 +75,28 @@ def test_a_terminal_gets_one_bar_and_the_lines_above_it(capsys):
     assert seen.run_dir == "/r"
 
 
-def test_a_submission_that_failed_keeps_what_ray_said(capsys):
-    seen = Followed()
-    follow(["2026 Traceback\n", "ConnectionError: no\n"], "j1", Console(file=io.StringIO()), seen)
-    assert not seen.job_spoke
-    assert seen.before == ["2026 Traceback", "ConnectionError: no"]
+class Pieces:
+    """Ray's client as far as a log goes: pieces that end anywhere."""
+
+    def __init__(self, *pieces: str):
+        self.pieces = pieces
+
+    async def tail_job_logs(self, job: str):
+        for piece in self.pieces:
+            yield piece
+
+
+def test_pieces_of_a_log_become_lines():
+    assert list(job_lines(Pieces("one\ntw", "o", "\n\nthree"), "j1")) == ["one", "two", "", "three"]
+    assert list(job_lines(Pieces(), "j1")) == []
+
+
+def test_a_job_server_that_does_not_answer_is_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:9")
+    assert main(["--script", "launch/grpo_fp8.py"]) == 1
+    error = capsys.readouterr().err.splitlines()
+    assert len(error) == 1
+    assert error[0].startswith("rlq: error: the job could not be submitted to http://127.0.0.1:9: ")
 
 
 def test_the_checkout_is_small_enough_to_travel_and_a_large_file_is_named(tmp_path: Path):
@@ -125,10 +129,10 @@ def test_a_ray_that_refuses_our_token_is_not_one_to_use():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _JobServer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        answers = [local_ray._lets_in(address, token=token) for token in (None, "wrong", "secret")]
+        answers = [ray_head._lets_in(address, token=token) for token in (None, "wrong", "secret")]
         server.shutdown()
     assert answers == [False, False, True]
-    assert not local_ray._lets_in(address, token="secret")
+    assert not ray_head._lets_in(address, token="secret")
 
 
 JOB = """

@@ -1,12 +1,13 @@
 """One line, or one bar, per step: reward, sampler KL, clip fraction, tokens per second."""
 
-import json
 import os
 import sys
 import time
 from typing import Any
 
 from tqdm import tqdm
+
+from rlq import progress_line
 
 SHOWN = {
     "reward": "reward",
@@ -28,7 +29,7 @@ class Progress:
     def __init__(self, max_steps: int, start_step: int = 0):
         self.max_steps = max_steps
         self.start_step, self.start = start_step, time.monotonic()
-        self.json = os.environ.get("RLQ_PROGRESS") == "json"
+        self.json = os.environ.get(progress_line.VARIABLE) == progress_line.VALUE
         self.bar = None
         if not self.json and sys.stdout.isatty():
             self.bar = tqdm(total=max_steps, initial=start_step, desc="grpo", unit="step", file=sys.stdout)
@@ -41,7 +42,7 @@ class Progress:
             eta = (time.monotonic() - self.start) / max(done, 1) * (self.max_steps - step)
             line = {"step": step, "max_steps": self.max_steps, "eta_s": round(eta)}
             line |= {name: record[name] for name in SHOWN if record.get(name) is not None}
-            print("rlq-step " + json.dumps(line), flush=True)
+            print(progress_line.write(line), flush=True)
         elif self.bar is not None:
             self.bar.set_postfix({label: f"{value:.3g}" for label, value in shown.items()}, refresh=False)
             self.bar.update(step - self.bar.n)

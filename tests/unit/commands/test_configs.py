@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from launch.grpo import main
-from launch.settings import CONFIGS, build_plan, parse, resolve_model, resolve_run_dir
+from launch.settings import CONFIGS, build_plan, parse, read_config, resolve_model, resolve_run_dir
 from rlq.bridge import Correction, correct
 from rlq.errors import ConfigError
 from trainers.checkpoints import mark_complete
@@ -21,6 +21,7 @@ from trainers.tracking import records
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = sorted((ROOT / "configs").glob("*.yaml"))
+RUNS = [path for path in FILES if path.stem != "base"]
 DEFAULT = ROOT / "configs" / "grpo_fp8.yaml"
 
 
@@ -39,7 +40,8 @@ def refusal(*argv: str) -> str:
 def variant(tmp_path: Path, text: str) -> str:
     """A configuration file that is the default one plus `text`."""
     path = tmp_path / "variant.yaml"
-    path.write_text(DEFAULT.read_text() + "\n" + text + "\n")
+    settings = "".join(line for line in DEFAULT.read_text().splitlines(keepends=True) if text.split(":")[0] not in line)
+    path.write_text(settings.replace("extends: base.yaml", f"extends: {DEFAULT.parent / 'base.yaml'}") + text + "\n")
     return str(path)
 
 
@@ -61,11 +63,54 @@ def test_every_file_parses_builds_a_plan_and_survives_its_own_record(path, tmp_p
     assert given_again == learner.config == yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
 
 
-def test_files_differ_from_the_control_arm_in_the_scheme_alone():
-    control, fp8 = (yaml.safe_load((ROOT / "configs" / f"grpo_{name}.yaml").read_text()) for name in ("bf16", "fp8"))
-    assert {key for key in control if control[key] != fp8[key]} == {"run_name", "sampler_scheme"}
-    assert control.keys() == fp8.keys()
+def test_runs_differ_in_name_and_scheme_alone():
+    settings = {path.stem: read_config(path) for path in RUNS}
+    control = settings["grpo_bf16"]
     assert control["sampler_scheme"] == "bf16"
+    for name, run in settings.items():
+        assert run == control | {"run_name": name, "sampler_scheme": name.removeprefix("grpo_")}
+
+
+def test_the_default_run_is_the_one_that_was_measured():
+    """The settings of the default run before they were split into a base and overlays; docs/results.md measured it."""
+    assert read_config(DEFAULT) == {
+        "run_name": "grpo_fp8", "seed": 0, "model_name_or_path": "configs/models/sort_digits",
+        "dataset_name": "sort_digits", "dataset_rows": 4096, "reward_funcs": ["exact_match"], "max_steps": 60,
+        "learning_rate": 5e-4, "lr_scheduler_type": "linear", "per_device_train_batch_size": 256, "num_generations": 8,
+        "max_completion_length": 8, "temperature": 1.0, "loss_type": "dapo", "beta": 0.0, "use_cpu": True,
+        "bf16": False, "gradient_checkpointing": False, "learner_num_threads": 1, "save_steps": 20,
+        "save_total_limit": 2, "sampler_scheme": "fp8", "num_samplers": 2, "sampler_num_cpus": 1,
+        "sampler_max_model_len": 32, "sampler_max_num_seqs": 128, "report_to": "wandb",
+    }  # fmt: skip
+
+
+def test_a_file_extends_another_and_its_own_settings_win(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "one.yaml").write_text("seed: 1\nmax_steps: 5\nbeta: 0.5\n")
+    (tmp_path / "deep/two.yaml").write_text("extends: ../one.yaml\nseed: 2\nbeta: null\n")
+    (tmp_path / "three.yaml").write_text("extends: deep/two.yaml\nrun_name: three\n")
+    assert read_config(tmp_path / "three.yaml") == {"seed": 2, "max_steps": 5, "beta": None, "run_name": "three"}
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"a": "extends: b.yaml", "b": "extends: a.yaml"}, "a.yaml extends b.yaml extends a.yaml: a circle; remove"),
+        ({"a": "extends: a.yaml"}, "a.yaml extends a.yaml: a circle"),
+        ({"a": "extends: b.yaml"}, "b.yaml', which a.yaml extends, cannot be read (No such file"),
+        ({"a": "extends: b.yaml", "b": "- a list"}, "b.yaml' must hold `setting: value` lines"),
+        ({"a": "extends: [b.yaml]"}, "extends is ['b.yaml']; name one file"),
+        ({"a": "extends: b.yaml", "b": "sampler_schem: fp8"}, "unknown setting sampler_schem; did you mean"),
+    ],
+    ids=str,
+)
+def test_a_faulty_extends_is_one_line(tmp_path, files, message):
+    for name, text in files.items():
+        (tmp_path / f"{name}.yaml").write_text(text + "\n")
+    with pytest.raises(ConfigError) as error:
+        parse(["--config", str(tmp_path / "a.yaml")], DEFAULT)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["grpo_fp8", "grpo_bf16"])
