@@ -1,8 +1,8 @@
 """A local Ray head that lives exactly as long as its `with` block, or the one that is already there.
 
-The head is `ray start --head --block`, the command that a user would type, in a session of its own: Ctrl-C reaches all
-processes of a terminal's session, and Ray's job server would end before the job could be stopped in order. Linux ends the
-head's daemons with it, so stopping it cannot touch another head on the same machine, which `ray stop` would.
+The head is `ray start --head --block`, the command that a user would type, in a session of its own: Ctrl-C reaches
+all processes of a terminal's session, and Ray's job server would end before the job could be stopped in order. Linux
+ends the head's daemons with it, so stopping it cannot touch another head on the same machine, which `ray stop` would.
 """
 
 import os

@@ -1,6 +1,7 @@
 """From a YAML file and flags to a checked plan; everything here runs before anything expensive."""
 
 import difflib
+import os
 import time
 from dataclasses import fields
 from pathlib import Path

@@ -3,6 +3,7 @@
 import os
 import pickle
 import re
+import shutil
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -370,6 +371,21 @@ def test_the_run_directory_is_absolute_and_never_inside_a_job_copy(tmp_path, mon
     assert resolve_run_dir(grpo, job) == Path("/home/somebody/rlq/out/here")
     grpo.output_dir = "~/there"
     assert resolve_run_dir(grpo, job) == Path("/home/somebody/there")
+
+
+def test_a_run_from_before_the_files_were_split_resumes_with_the_settings_it_had(tmp_path):
+    """tests/support/old_run holds the record and the first metrics of such a run."""
+    run = tmp_path / "run"
+    shutil.copytree(ROOT / "tests/support/old_run", run)
+    checkpoint = run / "checkpoints" / "checkpoint-20"
+    checkpoint.mkdir(parents=True)
+    mark_complete(checkpoint, version=20)
+    flags = ["--config", str(run / "config.yaml"), "--output_dir", str(run), "--resume_from_checkpoint", "true"]
+    learner, sampler = plan(*flags)
+    assert learner.resume == checkpoint
+    assert learner.correction == Correction()
+    assert (sampler.sampler_scheme, learner.grpo.max_steps, learner.grpo.learning_rate) == ("fp8", 60, 5e-4)
+    assert [record["step"] for record in records.load(run / records.FILE)] == [1, 2]
 
 
 # ---- models and rewards
