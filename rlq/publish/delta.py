@@ -1,17 +1,16 @@
 """Code-domain deltas: only the codes and scales that changed between two published versions, exact and self-checking.
 
 A delta is one block of bytes: a magic word, the length and the hash of a header, the header (deflated JSON), a body.
-The body holds where elements changed, in which direction (`delta_codec.py`) and by how much: the integers that codes
-are stored as mostly move by one, which costs next to nothing. Whatever is worth a Huffman code goes into two deflated
-streams that all tensors share, because a table per tensor would outweigh a small change. Tensors that did not change
-are not mentioned; tensors for which a delta would be larger are sent whole.
+The body holds the tensors that are sent whole, because a delta of them would be larger, then the four streams of
+`rlq.publish.codec`: where the others changed, in which direction and by how much. The integers that codes are stored as
+mostly move by one, which costs next to nothing. Tensors that did not change are not mentioned.
 """
 
 import dataclasses
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,16 +18,16 @@ import torch
 
 from ..errors import SnapshotError
 from ..formats.schemes import Scheme
-from . import codec as delta_codec
+from . import codec
 from .digest import as_bytes, tensor_digest
 from .types import Snapshot, check_specs
 
-MAGIC = b"rlqdelta"
+MAGIC = b"rlqdelt2"
+OLD_MAGIC = b"rlqdelta"
+"""Of deltas with another coding of positions."""
 INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 DENSE = 4
-"""A tensor of which less than one in so many elements changed is not worth comparing with its whole self."""
-FEED = 1 << 16
-"""Deflated bytes handed to zlib at once."""
+"""Below 1/DENSE changed elements, a tensor is not compared in size with its whole self."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,11 @@ class Part:
     """Elements that changed."""
     whole: bool
     """The tensor itself was sent."""
-    nbytes: int
-    """Bytes of the positions' fields, or of the whole tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the body before the streams."""
+        return self.size * self.width if self.whole else 0
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,9 @@ class Delta:
     parts: list[Part]
     """Touched tensors, in the order of the snapshot."""
     body: memoryview
-    """Fields of each part, the classes of all, the magnitudes of all."""
-    classes_nbytes: int
-    """Bytes of the classes, deflated."""
+    """Tensors that are sent whole, then the streams."""
+    streams: dict[str, int]
+    """Bytes of each stream, in the order of the body."""
 
     @property
     def names(self) -> list[str]:
@@ -128,11 +130,19 @@ class Delta:
 
     def patches(self) -> Iterator[tuple[str, Patch]]:
         """Decode one tensor after the other; needs no base."""
-        split = sum(part.nbytes for part in self.parts)
-        classes, steps = _Inflated(self.body[split:]), _Inflated(self.body[split + self.classes_nbytes :])
+        start = sum(part.nbytes for part in self.parts)
+        streams: dict[str, memoryview] = {}
+        for name, nbytes in self.streams.items():
+            streams[name] = self.body[start : start + nbytes]
+            start += nbytes
+        reader = codec.Reader(streams)
         start = 0
         for part in self.parts:
-            yield part.name, _decode(part, self.body[start : start + part.nbytes], classes, steps)
+            dtype = np.dtype(INTEGERS[part.width])
+            if part.whole:
+                yield part.name, Patch(None, np.frombuffer(self.body[start : start + part.nbytes], dtype))
+            else:
+                yield part.name, Patch(*reader.take(part.count, part.size, dtype))
             start += part.nbytes
 
     def apply(self, base: Snapshot) -> Snapshot:
@@ -161,25 +171,22 @@ def encode(base: Snapshot, new: Snapshot) -> bytes:
         raise SnapshotError(f"a delta from '{base.scheme}' to '{new.scheme}' is not possible; send it whole")
     check_specs(new.specs, base.specs)
     parts: list[Part] = []
-    payloads: list[bytes] = []
-    classes, steps = _Deflated(), _Deflated()
+    whole: list[bytes] = []
+    writer = codec.Writer()
     for name, tensor in new.tensors.items():
         now = flat_integers(tensor)
-        where, values = delta_codec.differing(flat_integers(base.tensors[name]), now)
+        where, values = codec.differing(flat_integers(base.tensors[name]), now)
         if where.size == 0:
             continue
-        negative, magnitudes = _signs_and_magnitudes(values)
-        planes = magnitudes.view(np.uint8).reshape(-1, now.itemsize).T
-        gaps, fields = delta_codec.pack(where, negative)
-        whole = where.size * DENSE >= now.size and len(fields) + _entropy_bytes([gaps, *planes]) >= now.nbytes
-        payloads.append(now.tobytes() if whole else fields)
-        parts.append(Part(name, now.size, now.itemsize, where.size, whole, len(payloads[-1])))
-        if not whole:
-            classes.add(gaps)
-            for start in range(0, where.size, delta_codec.PIECE):
-                steps.add(np.ascontiguousarray(planes[:, start : start + delta_codec.PIECE]))
-    packed_classes = classes.finish()
-    body = b"".join([*payloads, packed_classes, steps.finish()])
+        changes = codec.Changes(where, values, now.size)
+        dense = where.size * DENSE >= now.size and changes.estimate() >= now.nbytes
+        parts.append(Part(name, now.size, now.itemsize, where.size, dense))
+        if dense:
+            whole.append(now.tobytes())
+        else:
+            writer.add(changes)
+    streams = writer.finish()
+    body = b"".join([*whole, *streams.values()])
     header = {
         "base": [base.version, base.digest],
         "new": [new.version, new.digest],
@@ -188,7 +195,7 @@ def encode(base: Snapshot, new: Snapshot) -> bytes:
         "elements": sum(tensor.numel() for tensor in new.tensors.values()),
         # Equal things side by side deflate better.
         "parts": {f.name: [getattr(part, f.name) for part in parts] for f in dataclasses.fields(Part)},
-        "classes": len(packed_classes),
+        "streams": {name: len(stream) for name, stream in streams.items()},
         "sha256": hashlib.sha256(body).hexdigest(),
     }
     text = zlib.compress(json.dumps(header, separators=(",", ":")).encode(), level=9)
@@ -205,6 +212,8 @@ def open_delta(blob: bytes | memoryview) -> Delta:
     start = len(MAGIC) + 4 + 32
     size = int.from_bytes(blob[len(MAGIC) : len(MAGIC) + 4], "little")
     text = blob[start : start + size]
+    if blob[: len(OLD_MAGIC)] == OLD_MAGIC:
+        raise SnapshotError("this delta was written by an older rlq; send the whole snapshot")
     if blob[: len(MAGIC)] != MAGIC or hashlib.sha256(text).digest() != blob[start - 32 : start]:
         raise SnapshotError("these bytes are not a delta, or its header was damaged; send the whole snapshot")
     header = json.loads(zlib.decompress(text))
@@ -215,7 +224,7 @@ def open_delta(blob: bytes | memoryview) -> Delta:
     scheme = Scheme.from_dict(header["scheme"])
     info = DeltaInfo(base_version, base_digest, version, digest, scheme, header["changed"], header["elements"])
     parts = [Part(*values) for values in zip(*header["parts"].values(), strict=True)]
-    return Delta(info, parts, body, header["classes"])
+    return Delta(info, parts, body, header["streams"])
 
 
 def apply(base: Snapshot, blob: bytes | memoryview) -> Snapshot:
@@ -226,66 +235,3 @@ def apply(base: Snapshot, blob: bytes | memoryview) -> Snapshot:
 def flat_integers(tensor: torch.Tensor) -> np.ndarray:
     """Elements of a contiguous tensor as the unsigned integers that they are stored as, flat; see `as_bytes`."""
     return as_bytes(tensor).view(INTEGERS[tensor.element_size()])
-
-
-def _signs_and_magnitudes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which differences are negative (uint8, 0 or 1), and their magnitudes less one."""
-    negative = values >> values.dtype.type(8 * values.itemsize - 1)
-    return negative.astype(np.uint8), np.where(negative, 0 - values, values) - values.dtype.type(1)
-
-
-def _entropy_bytes(streams: Sequence[np.ndarray]) -> float:
-    """About what Huffman codes make of uint8 arrays."""
-    counts = [np.bincount(stream) for stream in streams]
-    return sum(float((c[c > 0] * np.log2(c.sum() / c[c > 0])).sum()) for c in counts) / 8
-
-
-class _Deflated:
-    """One deflated stream of many arrays: runs and Huffman codes, no search for other repeats."""
-
-    def __init__(self):
-        self._deflate = zlib.compressobj(level=1, wbits=-15, strategy=zlib.Z_RLE)
-        self._out: list[bytes] = []
-
-    def add(self, array: np.ndarray) -> None:
-        self._out.append(self._deflate.compress(array.data))
-
-    def finish(self) -> bytes:
-        return b"".join([*self._out, self._deflate.flush()])
-
-
-class _Inflated:
-    """Reads such a stream in parts; what follows the stream is ignored."""
-
-    def __init__(self, stream: memoryview):
-        self._inflate, self._stream, self._fed = zlib.decompressobj(wbits=-15), stream, 0
-
-    def take(self, count: int) -> np.ndarray:
-        """The next `count` bytes, uint8."""
-        out, done = np.empty(count, np.uint8), 0
-        while done < count:
-            ahead = self._inflate.unconsumed_tail
-            if not ahead:
-                ahead = self._stream[self._fed : self._fed + FEED]
-                self._fed += FEED
-            piece = self._inflate.decompress(ahead, min(count - done, FEED))
-            out[done : done + len(piece)] = np.frombuffer(piece, np.uint8)
-            done += len(piece)
-        return out
-
-
-def _decode(part: Part, payload: memoryview, classes: _Inflated, steps: _Inflated) -> Patch:
-    dtype = np.dtype(INTEGERS[part.width])
-    if part.whole:
-        return Patch(None, np.frombuffer(payload, dtype))
-    where, values = np.empty(part.count, delta_codec.position_type(part.size)), np.empty(part.count, dtype)
-    fields, bit, last = np.frombuffer(payload, np.uint8), 0, -1
-    for start in range(0, part.count, delta_codec.PIECE):
-        here, these = (array[start : start + delta_codec.PIECE] for array in (where, values))
-        negative = np.empty(here.size, np.uint8)
-        bit = delta_codec.unpack(classes.take(here.size), fields, bit, last, here, negative)
-        last = int(here[-1])
-        these.view(np.uint8).reshape(-1, part.width).T[:] = steps.take(these.nbytes).reshape(part.width, -1)
-        these += dtype.type(1)
-        np.negative(these, out=these, where=negative.view(bool))
-    return Patch(where, values)

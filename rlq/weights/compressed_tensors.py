@@ -1,6 +1,7 @@
 """The compressed-tensors `quantization_config` of a scheme, for `config.json` and for vLLM's own loader."""
 
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -8,9 +9,13 @@ from ..errors import ConfigError
 from ..formats.schemes import LayerScheme, Scheme, TensorScheme
 from .quantize import linear_modules
 
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
 # compressed-tensors' names of how a layer's tensors are laid out, by tensor scheme of the weight.
 BLOCK_LAYOUTS = {"nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized", "mxfp8": "mxfp8-quantized"}
 RLQ_METHOD = "rlq"  # name of the plugin's method, see samplers.plugin
+CALIBRATION = {"observer", "observer_kwargs", "zp_dtype"}  # how others come to scales; of no use to a reader
 SCALE_DTYPES = {"fp8": "torch.float8_e4m3fn", "e8m0": "torch.uint8"}
 
 
@@ -90,31 +95,45 @@ def quantization_config(scheme: Scheme, ignore: Iterable[str]) -> dict:
         else:
             # More specific targets win over the class name.
             layers.append(([pattern], LayerScheme(other.weights, other.activations, other.static)))
+    from compressed_tensors.quantization import QuantizationConfig  # loads transformers, which `import rlq` must not
+
     groups = [_group(targets, layer) for targets, layer in layers if layer.weights is not None]
-    formats = {group["format"] for group in groups}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
-        "quantization_status": "compressed",
-        "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
-        "ignore": kept,
-    }
+    formats = {group.format for group in groups}
+    config = QuantizationConfig.model_validate(
+        {
+            "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
+            "quant_method": "compressed-tensors",
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "ignore": kept,
+        }
+    )
+    return config.model_dump(
+        mode="json",
+        exclude_none=True,
+        exclude={"config_groups": {"__all__": {"weights": CALIBRATION, "input_activations": CALIBRATION}}},
+    )
 
 
-def _group(targets: list[str], layer: LayerScheme) -> dict:
+def _group(targets: list[str], layer: LayerScheme) -> "QuantizationScheme":
+    from compressed_tensors.quantization import QuantizationScheme
+
     weights, activations = layer.weights, layer.activations
     assert weights is not None
-    group: dict = {
-        "targets": targets,
-        "weights": _quantization_args(weights, dynamic=False),
-        "format": _layout(weights, activations),
-    }
+    inputs = None
     if activations is not None:
         two_scales = activations.block_format is not None and activations.block_format.tensor_scale
         if layer.static or not two_scales:
             dynamic = ("local" if two_scales else False) if layer.static else True
-            group["input_activations"] = _quantization_args(activations, dynamic=dynamic)
-    return group
+            inputs = _quantization_args(activations, dynamic=dynamic)
+    return QuantizationScheme.model_validate(
+        {
+            "targets": targets,
+            "weights": _quantization_args(weights, dynamic=False),
+            "input_activations": inputs,
+            "format": _layout(weights, activations),
+        }
+    )
 
 
 def _layout(weights: TensorScheme, activations: TensorScheme | None) -> str:
@@ -125,17 +144,21 @@ def _layout(weights: TensorScheme, activations: TensorScheme | None) -> str:
     return "naive-quantized" if activations is None else f"{weights.element.kind}-quantized"
 
 
-def _quantization_args(scheme: TensorScheme, *, dynamic: bool | str) -> dict:
+def _quantization_args(scheme: TensorScheme, *, dynamic: bool | str) -> "QuantizationArgs":
+    from compressed_tensors.quantization import QuantizationArgs
+
     element, block = scheme.element, scheme.block_format
     if element.name == "fp8_e5m2":
         raise ConfigError("compressed-tensors has no E5M2; such a checkpoint could not be read, use fp8")
     args: dict = {"num_bits": element.bits, "type": element.kind, "symmetric": True, "dynamic": dynamic}
-    if block is not None:
-        strategy = "tensor_group" if block.tensor_scale else "group"
-        return {**args, "strategy": strategy, "group_size": block.block, "scale_dtype": SCALE_DTYPES[block.scale]}
     rows, columns = scheme.tile(0, 0)
-    if scheme.granularity.startswith("group"):
-        return {**args, "strategy": "group", "group_size": columns}
-    if scheme.granularity.startswith("block"):
-        return {**args, "strategy": "block", "block_structure": [rows, columns]}
-    return {**args, "strategy": scheme.granularity}
+    if block is not None:
+        args["strategy"] = "tensor_group" if block.tensor_scale else "group"
+        args |= {"group_size": block.block, "scale_dtype": SCALE_DTYPES[block.scale]}
+    elif scheme.granularity.startswith("group"):
+        args |= {"strategy": "group", "group_size": columns}
+    elif scheme.granularity.startswith("block"):
+        args |= {"strategy": "block", "block_structure": [rows, columns]}
+    else:
+        args["strategy"] = scheme.granularity
+    return QuantizationArgs.model_validate(args)

@@ -206,10 +206,9 @@ def _difference(parameter: torch.nn.Parameter, new: torch.Tensor, rows: torch.Te
     if rows is not None:
         where, steps = differing(flat_integers(old[rows]), flat_integers(new))
         row, column = np.divmod(where, old.shape[1])
-        return Steps(flat_integers(old), rows.numpy()[row] * old.shape[1] + column, steps.copy())
+        return Steps(flat_integers(old), rows.numpy()[row] * old.shape[1] + column, steps)
     if old.device.type != "cpu" or not (old.is_contiguous() and new.is_contiguous()):
         return Write(parameter, new)
     integers = flat_integers(old)
     where, steps = differing(integers, flat_integers(new))
-    # Copies: what was found lies in room for a change of everything.
-    return Write(parameter, new) if where.size * SPARSE > new.numel() else Steps(integers, where.copy(), steps.copy())
+    return Write(parameter, new) if where.size * SPARSE > new.numel() else Steps(integers, where, steps)

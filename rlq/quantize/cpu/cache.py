@@ -21,7 +21,6 @@ SOURCES = (
     "simd.py",
     "../reference.py",
     "../../formats/elements.py",
-    "../../publish/kernels.py",
 )
 
 

@@ -228,18 +228,6 @@ def runs_top(typingctx, row, start, stop):
     return types.int32(row, types.intp, types.intp), generate
 
 
-@intrinsic
-def run_differs(typingctx, row, other, index):
-    """True if row[index : index + RUN] and the same run of `other` differ in any bit."""
-
-    def generate(context, builder, signature, args):
-        runs = [load_run(context, builder, signature.args[n], args[n], args[2]) for n in range(2)]
-        width = ir.IntType(RUN * signature.args[0].dtype.bitwidth)
-        return builder.icmp_unsigned("!=", builder.bitcast((runs[0] ^ runs[1]).value, width), ir.Constant(width, 0))
-
-    return types.boolean(row, other, types.intp), generate
-
-
 def fetch(context, builder, array_type, array, index):
     """Ask for the cache line of array[index], to be read soon."""
     byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)

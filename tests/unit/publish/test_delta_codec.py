@@ -1,67 +1,67 @@
-"""Positions survive being packed, and the compiled loops write what numpy's do."""
-
-from unittest import mock
+"""What differs is found, and survives the streams."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlq.publish import codec as delta_codec
+from rlq.publish import codec
 
 
-@pytest.fixture(params=["numba", "numpy"])
-def loops(request, monkeypatch):
-    if request.param == "numpy":
-        monkeypatch.setattr(delta_codec, "_kernels", lambda: None)
-    else:
-        assert delta_codec._kernels() is not None
-
-
-def unpacked(classes: np.ndarray, fields: bytes, piece: int) -> tuple[np.ndarray, np.ndarray]:
-    where, flags = np.empty(classes.size, np.int64), np.empty(classes.size, np.uint8)
-    bit, last = 0, -1
-    for start in range(0, classes.size, piece):
-        part = slice(start, start + piece)
-        stream = np.frombuffer(fields, np.uint8)
-        bit = delta_codec.unpack(classes[part], stream, bit, last, where[part], flags[part])
-        last = int(where[part][-1])
-    assert bit <= 8 * len(fields) < bit + 8
-    return where, flags
+def sent(*tensors: tuple[np.ndarray, np.ndarray, int]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Positions and values of tensors of some size, after a journey through the streams."""
+    writer = codec.Writer()
+    for where, values, size in tensors:
+        writer.add(codec.Changes(where, values, size))
+    reader = codec.Reader({name: memoryview(stream) for name, stream in writer.finish().items()})
+    return [reader.take(where.size, size, values.dtype) for where, values, size in tensors]
 
 
 @pytest.mark.parametrize("density", [1e-5, 1e-3, 0.3, 1.0])
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64])
-def test_what_differs_is_found_and_survives(loops, dtype, density):
+def test_what_differs_is_found_and_survives(dtype, density):
     rng = np.random.default_rng(0)
     old = rng.integers(0, np.iinfo(dtype).max, 300_007, dtype, endpoint=True)
     moved = rng.random(old.size) < density
     new = old + moved * rng.integers(1, np.iinfo(dtype).max, old.size, dtype, endpoint=True)
-    where, values = delta_codec.differing(old, new)
+    where, values = codec.differing(old, new)
     assert np.array_equal(where, np.flatnonzero(moved))
     assert np.array_equal(old[where] + values, new[where])
-    flags = rng.integers(0, 2, where.size, np.uint8)
-    classes, fields = delta_codec.pack(where, flags)
-    for found, sent in zip(unpacked(classes, fields, delta_codec.PIECE), (where, flags), strict=True):
-        assert np.array_equal(found, sent)
+    for found in sent((where, values, old.size), (where[:1], values[:1], old.size)):
+        assert np.array_equal(found[0], where[: found[0].size])
+        assert np.array_equal(found[1], values[: found[1].size])
 
 
-def test_nothing_differs(loops):
-    where, values = delta_codec.differing(np.zeros(40, np.uint8), np.zeros(40, np.uint8))
-    assert (where.size, values.size, values.dtype) == (0, 0, np.uint8)
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, codec.PIECE - 1, codec.PIECE, codec.PIECE + 1])
+def test_the_last_element_is_compared_too(size):
+    old = np.zeros(size, np.uint8)
+    assert codec.differing(old, old)[0].size == 0
+    if size:
+        new = old.copy()
+        new[-1] = 3
+        where, values = codec.differing(old, new)
+        assert where.tolist() == [size - 1]
+        assert values.tolist() == [3]
+
+
+def test_the_worked_example():
+    writer = codec.Writer()
+    changes = codec.Changes(np.array([3, 4, 300]), np.array([1, 255, 2], np.uint8), 1000)
+    assert changes.gaps.tolist() == [3, 0, 295]
+    assert changes.negative.tolist() == [False, True, False]
+    assert changes.steps.tolist() == [0, 0, 1]
+    writer.add(changes)
+    streams = {name: codec._Inflated(memoryview(stream)) for name, stream in writer.finish().items()}
+    assert streams["low"].take(3).tobytes().hex(" ") == "03 00 27"
+    assert streams["high"].take(9).tobytes().hex(" ") == "00 00 01 00 00 00 00 00 00"
+    assert streams["steps"].take(3).tobytes().hex(" ") == "00 00 01"
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sets(st.integers(0, 2**40), min_size=1, max_size=200), st.integers(0, 2**64 - 1), st.integers(1, 50))
-def test_any_positions_survive_both_loops(positions, seed, piece):
+@given(st.sets(st.integers(0, 2**40), min_size=1, max_size=200), st.integers(0, 2**64 - 1))
+def test_any_positions_survive(positions, seed):
     where = np.array(sorted(positions), np.int64)
-    flags = np.random.default_rng(seed).integers(0, 2, where.size, np.uint8)
-    packed = []
-    for loops in (delta_codec._kernels, lambda: None):
-        with mock.patch.object(delta_codec, "_kernels", loops):
-            classes, fields = delta_codec.pack(where, flags)
-            packed.append((classes.tobytes(), fields))
-            found, raised = unpacked(classes, fields, piece)
-        assert np.array_equal(found, where)
-        assert np.array_equal(raised, flags)
-    assert packed[0] == packed[1]
+    values = np.random.default_rng(seed).integers(1, 256, where.size, np.uint8)
+    ((found, steps),) = sent((where, values, 2**41))
+    assert np.array_equal(found, where)
+    assert np.array_equal(steps, values)
