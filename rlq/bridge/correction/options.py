@@ -1,7 +1,7 @@
 """Settings of the bridge as flat fields, for YAML files and command lines."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from ...errors import ConfigError
@@ -11,7 +11,8 @@ from .rules import RejectRule, as_rules
 
 OFF = "none"
 """What switches off a bound, the rules or the ESS target, also those of a preset."""
-_CAN_BE_OFF = ("bridge_lower", "bridge_veto_low", "bridge_veto_high", "bridge_reject", "bridge_ess_target")
+_VETO = ("bridge_veto_low", "bridge_veto_high")
+_CAN_BE_OFF = ("bridge_lower", *_VETO, "bridge_reject", "bridge_ess_target")
 
 
 @dataclass(frozen=True)
@@ -116,16 +117,19 @@ class BridgeConfig:
 def read_nulls(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of a YAML file with null as `none` where a field can be off.
 
-    Raises:
-        ConfigError: a record of a run from before settings won over a preset; it cannot be read as it was meant.
+    A record of a run from before settings won over a preset holds every field, null for `bridge_custom` too (records
+    of today leave it out). With a preset, a field that equaled its default gave way there: it is dropped, so that the
+    record means what ran.
     """
-    # Those records hold null for bridge_custom, which no preset sets; records of today leave it out.
-    if settings.get("bridge_preset") is not None and settings.get("bridge_custom", "") is None:
-        raise ConfigError(
-            f"this file says bridge_preset {settings['bridge_preset']!r} beside settings that an older rlq ignored "
-            "where they equaled a default: keep the bridge_ lines that you chose yourself, delete the others"
-        )
-    return {name: OFF if name in _CAN_BE_OFF and value is None else value for name, value in settings.items()}
+    values = {name: OFF if name in _CAN_BE_OFF and value is None else value for name, value in settings.items()}
+    complete = all(f.name in settings for f in fields(BridgeConfig))
+    if not complete or settings["bridge_preset"] is None or settings["bridge_custom"] is not None:
+        return values
+    default = BridgeConfig().record() | {"bridge_reject": OFF}
+    gave_way = {name for name in default if values[name] == default[name]}
+    if not gave_way.issuperset(_VETO):  # the two bounds were one field
+        gave_way.difference_update(_VETO)
+    return {name: value for name, value in values.items() if name not in gave_way}
 
 
 def _said(value: float | None) -> float | str:

@@ -312,13 +312,27 @@ bridge_veto_low: 0.0001
 """
 
 
-def test_an_older_record_opens_unless_its_preset_hid_what_ran(tmp_path):
-    old = variant(tmp_path, OLD_RECORD + "bridge_preset: null")
-    assert planned("--config", old, "--output_dir", str(tmp_path / "run")) == Correction()
-    named = variant(tmp_path, OLD_RECORD + "bridge_preset: trl/token_truncate")
-    message = refusal("--config", named, "--output_dir", str(tmp_path / "other"))
-    assert "'trl/token_truncate' beside settings that an older rlq ignored" in message
-    assert "keep the bridge_ lines that you chose yourself" in message
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        ("bridge_preset: null", Correction()),
+        ("bridge_preset: trl/token_truncate", Correction.preset("trl/token_truncate")),
+        ("bridge_preset: trl/token_truncate\nbridge_upper: 4.0", Correction.preset("trl/token_truncate", upper=4.0)),
+        (
+            "bridge_preset: skyrl/token_tis_outlier\nbridge_veto_low: 0.001",
+            Correction.preset("skyrl/token_tis_outlier", veto=(1e-3, None)),
+        ),
+        (
+            "bridge_preset: trl/token_truncate\nbridge_veto_high: 50.0",
+            Correction.preset("trl/token_truncate", veto=(1e-4, 50.0)),
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_older_record_opens_and_means_what_ran(tmp_path, edit, expected):
+    old = variant(tmp_path, OLD_RECORD + edit)
+    assert planned("--config", old, "--output_dir", str(tmp_path / "run")) == expected
+    assert planned("--config", str(tmp_path / "run" / "config.yaml")) == expected
 
 
 def test_weights_of_ones_own_are_found_by_their_dotted_path(tmp_path, monkeypatch):
