@@ -1,18 +1,13 @@
 """Settings of the samplers; parsed by TrlParser beside TRL's own configuration, hence the `sampler_` prefixes."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlq.errors import ConfigError
 from rlq.formats.schemes import Scheme
 from rlq.recipes.base import build
 
-if TYPE_CHECKING:
-    from .transport.base import Transport
+from .transport import TRANSPORTS, Transport
 
-TRANSPORTS = ("object_store", "shared_memory", "directory", "nccl", "ipc")
-GPU_TRANSPORTS = ("nccl", "ipc")
 PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
@@ -149,15 +144,9 @@ class SamplerConfig:
             )
         if self.sampler_transport not in TRANSPORTS:
             raise ConfigError(f"sampler_transport is {self.sampler_transport!r}; use one of {', '.join(TRANSPORTS)}")
-        if self.sampler_transport == "directory" and not Path(self.sampler_transport_dir or "").is_absolute():
-            raise ConfigError("sampler_transport directory needs sampler_transport_dir, an absolute path")
         if self.sampler_transport_keep < 0:
             raise ConfigError(f"sampler_transport_keep is {self.sampler_transport_keep}; 0 keeps every version")
-        if self.sampler_transport in GPU_TRANSPORTS and not self.sampler_num_gpus:
-            raise ConfigError(
-                f"sampler_transport {self.sampler_transport} needs samplers on GPUs; set sampler_num_gpus, or "
-                "sampler_transport: object_store"
-            )
+        TRANSPORTS[self.sampler_transport].check(self)
         if self.sampler_placement not in PLACEMENTS:
             raise ConfigError(f"sampler_placement is {self.sampler_placement!r}; use one of {', '.join(PLACEMENTS)}")
         if self.sampler_arithmetic not in ("auto", "emulated", "kernel"):
@@ -208,14 +197,6 @@ class SamplerConfig:
             whole_every=self.sampler_whole_every,
         )
 
-    def transport(self, model_config: dict) -> "Transport":
+    def transport(self, model_config: dict) -> Transport:
         """The transport that the fields name; `model_config` is the model's `config.json`."""
-        from .transport.base import Directory, ObjectStore, SharedMemory
-        from .transport.gpu import VllmTransfer
-
-        if self.sampler_transport in GPU_TRANSPORTS:
-            return VllmTransfer(self.sampler_transport)
-        if self.sampler_transport == "directory":
-            assert self.sampler_transport_dir is not None  # checked above
-            return Directory(Path(self.sampler_transport_dir), model_config, self.sampler_transport_keep)
-        return {"object_store": ObjectStore, "shared_memory": SharedMemory}[self.sampler_transport]()
+        return TRANSPORTS[self.sampler_transport].from_config(self, model_config)

@@ -49,6 +49,11 @@ def unpack(packed: PackedSnapshot) -> Snapshot:
         # The store's buffer is read-only and torch has no read-only tensors; nobody writes to these.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         flat = torch.from_numpy(packed.buffer)
+    return views(header, flat)
+
+
+def views(header: dict, flat: torch.Tensor) -> Snapshot:
+    """View the tensors of a packed snapshot's buffer (uint8, on any device) without a copy."""
     tensors = {
         entry["name"]: flat[entry["offset"] : entry["offset"] + entry["nbytes"]]
         .view(getattr(torch, entry["dtype"]))

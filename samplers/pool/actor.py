@@ -18,8 +18,7 @@ from rlq.publish import Snapshot
 from rlq.publish.delta import Delta
 from rlq.types import InstallReport, Request, Rollout, Sampling
 
-from ..transport.base import Ticket
-from ..transport.gpu import RECEIVER
+from ..transport import Ticket
 
 SHIP = "ship"
 
@@ -92,6 +91,7 @@ class SamplerActor:
 
     def __init__(self, factory: Callable[..., Engine], args: tuple, scheme: Scheme):
         self.engine = factory(*args, scheme=scheme)
+        self.endpoint: Any = None
         self._staged: Any = None
         self._reader = ThreadPoolExecutor(1)
         self._readback: Future[str] | None = None
@@ -101,24 +101,16 @@ class SamplerActor:
         return Place(socket.gethostname(), os.getpid(), ray.get_runtime_context().get_node_id(), self.engine.runs)
 
     @ray.method(concurrency_group=SHIP)
-    def join_transfer(self, backend: str, init_info: dict) -> None:
-        """Meet the learner in a group of vLLM's transfer engines."""
-        RECEIVER.join(backend, init_info)
-
-    @ray.method(concurrency_group=SHIP)
-    def start_transfer(self, nbytes: int) -> None:
-        """Make room for a version."""
-        RECEIVER.start(nbytes)
-
-    @ray.method(concurrency_group=SHIP)
-    def receive(self, update_info: dict) -> None:
-        """Receive some of it, beside the served version."""
-        RECEIVER.update(update_info)
+    def transfer(self, endpoint: type, method: str, *args: Any) -> None:
+        """Call a method of this actor's end of a transport: an `endpoint`, made at the first call."""
+        if self.endpoint is None:
+            self.endpoint = endpoint()
+        getattr(self.endpoint, method)(*args)
 
     @ray.method(concurrency_group=SHIP)
     def stage(self, ticket: Ticket) -> None:
         """Fetch, check and prepare a version."""
-        self._staged = self.engine.stage(ticket.open())
+        self._staged = self.engine.stage(ticket.open(self.endpoint))
 
     @ray.method(concurrency_group=SHIP)
     def interrupt(self, version: int) -> None:
@@ -128,13 +120,13 @@ class SamplerActor:
     def commit(self) -> InstallReport:
         """Switch to what was staged last."""
         staged, self._staged = self._staged, None
-        return self._switched(staged)
+        return self._commit(staged)
 
     def install(self, ticket: Ticket) -> InstallReport:
         """Both steps at once, for an actor that serves nothing."""
-        return self._switched(self.engine.stage(ticket.open()))
+        return self._commit(self.engine.stage(ticket.open(self.endpoint)))
 
-    def _switched(self, staged: Any) -> InstallReport:
+    def _commit(self, staged: Any) -> InstallReport:
         report = self.engine.commit(staged)
         self._readback = self._reader.submit(self.engine.digest)  # beside the first requests
         return report

@@ -25,7 +25,7 @@ from rlq.publish import Snapshot, delta
 from rlq.types import InstallReport, Request, Rollout, Sampling
 
 from ..options import PoolOptions, SamplerConfig
-from ..transport.base import ObjectStore, Ticket, Transport
+from ..transport import ObjectStore, Ticket, Transport
 from ..vllm.engine import VllmSampler
 from .actor import Answer, Engine
 from .fleet import Fleet, Member

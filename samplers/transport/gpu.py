@@ -1,9 +1,10 @@
 """Versions through vLLM's weight-transfer engines: NCCL between GPUs and nodes, CUDA IPC on a GPU that both sides use.
 
 What travels is the packed snapshot or the delta, as it would lie in the object store, in pieces of bytes. So all
-schemes and deltas go the same way, and what arrives lies in memory beside the served version: it is checked before the
-engine is touched, and a transfer that breaks off costs nothing but itself. Whoever cannot take part (an actor that
-starts in the middle of a run, the survivors of one that died) gets the version from the object store.
+schemes and deltas go the same way. A whole version goes from the device that it lies on to the sampler's device. What
+arrives lies beside the served version: it is checked before the engine is touched, and a transfer that breaks off costs
+nothing but itself. An actor that cannot take part (it starts in the middle of a run, or survived one that died) gets
+the version from the object store.
 """
 
 import logging
@@ -14,25 +15,26 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 import ray
 import torch
 from ray.exceptions import RayError
 
 from rlq.errors import ConfigError, SamplerError, SnapshotError, last_line
-from rlq.publish import PackedSnapshot, Snapshot, pack
-from rlq.publish.delta import Delta
+from rlq.publish import Snapshot, pack
+from rlq.publish.delta import Delta, open_delta
+from rlq.publish.pack import views
 
-from .base import ObjectStore, Ticket, elsewhere, opened
+from .base import Ticket, TransportSettings, elsewhere
+from .object_store import ObjectStore
 
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
 logger = logging.getLogger(__name__)
 
-PIECE = 32 << 20
+PIECE_BYTES = 32 << 20
 """Bytes that travel under one name."""
-BUFFER = 256 << 20
+BUFFER_BYTES = 256 << 20
 """Bytes that vLLM packs together; it holds two such buffers on each side of NCCL, and one for IPC."""
 TRANSFER_S = 300.0
 """Seconds that samplers get to meet, and again to receive."""
@@ -42,11 +44,12 @@ TRANSFER_S = 300.0
 
 
 class Receiver:
-    """A sampler's end; one per process, as with other process groups."""
+    """A sampler's end, hosted by its actor."""
 
     def __init__(self) -> None:
         self.engine: Any = None
-        self.buffer = np.empty(0, np.uint8)
+        self.device = torch.device("cpu")
+        self.buffer = torch.empty(0, dtype=torch.uint8)
         self.arrived = 0
 
     def join(self, backend: str, init_info: dict) -> None:
@@ -57,17 +60,19 @@ class Receiver:
 
         if self.engine is not None:
             self.engine.shutdown()
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", torch.cuda.current_device())
         model: Any = self  # all that an engine asks of a model is `load_weights`
         # vLLM numbers the workers of one engine by its configuration; an actor is an engine of its own.
         self.engine = WeightTransferEngineFactory.create_engine(
-            WeightTransferConfig(backend=backend), VllmConfig(), device, model
+            WeightTransferConfig(backend=backend), VllmConfig(), self.device, model
         )
         self.engine.init_transfer_engine(self.engine.parse_init_info(init_info))
 
     def start(self, nbytes: int) -> None:
-        """Make room for a version."""
-        self.buffer, self.arrived = np.empty(nbytes, np.uint8), 0
+        """Make room for a version, on the device where it arrives."""
+        self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self.arrived = 0
 
     def update(self, update_info: dict) -> None:
         """Receive some of it. vLLM would wrap this in a reload of the model, which is not touched here."""
@@ -77,22 +82,20 @@ class Receiver:
         """Called by vLLM: keep pieces, which lie in buffers that it uses again."""
         for name, piece in weights:
             start = int(name)
-            torch.from_numpy(self.buffer[start : start + len(piece)]).copy_(piece)
+            self.buffer[start : start + len(piece)].copy_(piece)
             self.arrived += len(piece)
 
-    def take(self, nbytes: int) -> np.ndarray:
+    def take(self, nbytes: int) -> torch.Tensor:
         """What arrived, once.
 
         Raises:
             SnapshotError: not all of it did.
         """
-        buffer, arrived, self.buffer, self.arrived = self.buffer, self.arrived, np.empty(0, np.uint8), 0
+        buffer, arrived = self.buffer, self.arrived
+        self.start(0)
         if (len(buffer), arrived) != (nbytes, nbytes):
             raise SnapshotError(f"{arrived} of {nbytes} bytes arrived; send the version again")
         return buffer
-
-
-RECEIVER = Receiver()
 
 
 @dataclass(frozen=True)
@@ -106,9 +109,10 @@ class ReceivedTicket:
     lasting: ClassVar[bool] = False
     """See `Ticket`."""
 
-    def open(self) -> Snapshot | Delta:
-        """Take what arrived."""
-        return opened(self.header, RECEIVER.take(self.nbytes))
+    def open(self, endpoint: Any = None) -> Snapshot | Delta:
+        """Take what arrived at the actor's `Receiver`."""
+        data = endpoint.take(self.nbytes)
+        return open_delta(data.cpu().numpy().data) if self.header is None else views(self.header, data)
 
 
 # The learner's side
@@ -122,14 +126,14 @@ def nccl_init_info(world_size: int) -> "TrainerInitInfo":
         probe.bind(("", 0))
         port = probe.getsockname()[1]
     address = ray.util.get_node_ip_address()
-    return NCCLTrainerInitInfo(address, port, world_size, packed_buffer_size_bytes=BUFFER, rank=0)
+    return NCCLTrainerInitInfo(address, port, world_size, packed_buffer_size_bytes=BUFFER_BYTES, rank=0)
 
 
 def ipc_init_info(world_size: int) -> "TrainerInitInfo":
     """No group to meet: handles of this GPU's memory are all it takes."""
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-    return IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=BUFFER, rank=0)
+    return IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=BUFFER_BYTES, rank=0)
 
 
 INIT_INFOS: dict[str, Callable[[int], "TrainerInitInfo"]] = {"nccl": nccl_init_info, "ipc": ipc_init_info}
@@ -155,15 +159,20 @@ class Client:
         infos = [init_info] * len(self.actors)
         if "rank_offset" in init_info:
             infos = [{**init_info, "rank_offset": init_info["rank_offset"] + i} for i in range(len(self.actors))]
-        self._all([a.join_transfer.remote(self.backend, info) for a, info in zip(self.actors, infos, strict=True)])
+        self._all(
+            [
+                a.transfer.remote(Receiver, "join", self.backend, info)
+                for a, info in zip(self.actors, infos, strict=True)
+            ]
+        )
 
     def start_weight_update(self) -> None:
         """Have all actors make room."""
-        self._all([actor.start_transfer.remote(self.nbytes) for actor in self.actors])
+        self._all([actor.transfer.remote(Receiver, "start", self.nbytes) for actor in self.actors])
 
     def update_weights(self, update_info: Any) -> None:
         """Have all actors receive."""
-        self._all([actor.receive.remote(update_info) for actor in self.actors])
+        self._all([actor.transfer.remote(Receiver, "update", update_info) for actor in self.actors])
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Nothing was touched; the actors stage what they received when the pool tells them to."""
@@ -183,21 +192,21 @@ class Pieces:
     """vLLM's `WeightSource` over bytes, named by where each piece starts."""
 
     def __init__(self) -> None:
-        self.data = np.empty(0, np.uint8)
+        self.data = torch.empty(0, dtype=torch.uint8)
 
     def metadata(self) -> list[Any]:
         """Name, dtype and shape of each piece."""
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        return [ParamMeta(str(at), torch.uint8, (len(self.data[at : at + PIECE]),)) for at in self._starts()]
+        return [ParamMeta(str(at), torch.uint8, (len(self.data[at : at + PIECE_BYTES]),)) for at in self._starts()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         for at in self._starts():
-            yield str(at), torch.from_numpy(self.data[at : at + PIECE]).to(device)
+            yield str(at), self.data[at : at + PIECE_BYTES].to(device)
 
     def _starts(self) -> range:
-        return range(0, len(self.data), PIECE)
+        return range(0, len(self.data), PIECE_BYTES)
 
 
 class VllmTransfer:
@@ -209,6 +218,22 @@ class VllmTransfer:
     Raises:
         ConfigError: several learner ranks with `ipc`, whose engine wants all of them at every transfer.
     """
+
+    keeps_device: ClassVar[bool] = True
+
+    @classmethod
+    def check(cls, settings: TransportSettings) -> None:
+        """See `Transport`."""
+        if not settings.sampler_num_gpus:
+            raise ConfigError(
+                f"sampler_transport {settings.sampler_transport} needs samplers on GPUs; set sampler_num_gpus, or "
+                "sampler_transport: object_store"
+            )
+
+    @classmethod
+    def from_config(cls, settings: TransportSettings, model_config: dict) -> "VllmTransfer":
+        """See `Transport`."""
+        return cls(settings.sampler_transport)
 
     def __init__(self, backend: str):
         ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
@@ -230,12 +255,12 @@ class VllmTransfer:
         if not to:
             return self.store.send(version, payload)
         if isinstance(payload, bytes):
-            packed = PackedSnapshot({}, np.frombuffer(bytearray(payload), np.uint8))
+            header, buffer = None, torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         else:
-            packed = pack(payload)
+            header, buffer = pack(payload, device=next(iter(payload.tensors.values())).device)
         try:
             self._meet(to)
-            self._transfer(packed.buffer)
+            self._transfer(buffer)
         except (SamplerError, RayError, RuntimeError, ValueError) as error:
             self._leave()
             if not self._proven:
@@ -246,7 +271,7 @@ class VllmTransfer:
             logger.warning("version %d goes by object store, %s failed: %s", version, self.backend, last_line(error))
             return self.store.send(version, payload)
         self._proven = True
-        return ReceivedTicket(len(packed.buffer), packed.header or None)
+        return ReceivedTicket(len(buffer), header)
 
     def _meet(self, actors: Sequence[Any]) -> None:
         """Form the group anew unless it has exactly these actors."""
@@ -263,13 +288,13 @@ class VllmTransfer:
         )
         self._client = client
 
-    def _transfer(self, data: np.ndarray) -> None:
+    def _transfer(self, data: torch.Tensor) -> None:
         assert self._client is not None
         self._client.nbytes, self._source.data = len(data), data
         try:
             _bounded(self._client, self._engine.send_weights)
         finally:
-            self._source.data = np.empty(0, np.uint8)
+            self._source.data = torch.empty(0, dtype=torch.uint8)
 
     def _leave(self) -> None:
         engine, self._engine, self._client = self._engine, None, None

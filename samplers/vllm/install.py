@@ -14,7 +14,7 @@ from rlq.errors import SnapshotError
 from rlq.publish import Snapshot, TensorSpec, check_specs, combined_digest
 from rlq.publish.delta import Delta
 
-from ..transport.base import FileTicket, SharedMemory
+from ..transport.shared_memory import FileTicket, SharedMemory
 from . import slots
 from .sharded import Part, differing_parts, load, misfits, parts
 from .staging import Step, prepare, repack

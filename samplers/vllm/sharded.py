@@ -12,7 +12,7 @@ import torch
 
 from rlq.publish import Snapshot, TensorSpec, as_bytes
 
-from ..transport.base import FileTicket
+from ..transport.shared_memory import FileTicket
 from .slots import Slot, is_padded, slots
 
 

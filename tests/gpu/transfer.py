@@ -35,15 +35,14 @@ class Sink(SamplerActor):
     """A sampler without an engine."""
 
     def __init__(self, paths: list[str], backend: str):
+        self.endpoint = None
         sys.path[:0] = paths
         if backend == "store":
             importlib.import_module("store_backend").register()
 
     def digest(self, nbytes: int) -> str:
         """Hash of what arrived."""
-        from samplers.transport.gpu import RECEIVER  # this process' own: a script's globals travel by value
-
-        return hashlib.sha256(RECEIVER.take(nbytes).data).hexdigest()
+        return hashlib.sha256(self.endpoint.take(nbytes).cpu().numpy().data).hexdigest()
 
 
 def main(backend: str, count: int) -> dict:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from toy_transport import FilePerVersion
 
 from rlq.emulate.probe import Probe
 from rlq.errors import ConfigError, SamplerError, SnapshotError
@@ -21,7 +22,8 @@ from samplers.pool import pool as pool_module
 from samplers.pool.fleet import FLAPS, REST, check_capacity
 from samplers.pool.pool import SamplerPool, split_evenly
 from samplers.testing.scripted import Script, ScriptedEngine
-from samplers.transport.base import read_version
+from samplers.transport import TRANSPORTS
+from samplers.transport.directory import read_version
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -258,6 +260,22 @@ def test_every_transport_carries_whole_versions_and_deltas_and_serves_late_sampl
             assert tokens(pool.generate(REQUESTS, SAMPLING, version=6)) == EXPECTED
         pool.install(snap(7, 3.0))
         assert len(list(way._folder.iterdir())) <= 2, "old versions are freed"
+    pool.close()
+
+
+def test_a_transport_is_added_by_a_class_and_a_row(tmp_path, monkeypatch):
+    """The class is `toy_transport.FilePerVersion`; it has a check and an end that the actors host."""
+    monkeypatch.setitem(TRANSPORTS, "toy", FilePerVersion)
+    with pytest.raises(ConfigError, match="toy needs sampler_transport_dir"):
+        SamplerConfig(sampler_transport="toy")
+    way: Any = SamplerConfig(sampler_transport="toy", sampler_transport_dir=str(tmp_path)).transport({})
+    pool = make_pool(whole_every=2, transport=way)
+    for version in range(1, 5):
+        now = snap(version, 1.0 + version / 4)
+        assert pool.install(now).digest == now.digest
+        assert tokens(pool.generate(REQUESTS, SAMPLING, version=version)) == EXPECTED
+    assert pool.proof == {"sync/proven_samplers": 2.0}
+    assert len(list(tmp_path.iterdir())) == 4
     pool.close()
 
 

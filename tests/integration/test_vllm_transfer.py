@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 import torch
@@ -23,8 +22,8 @@ from samplers.options import PoolOptions
 from samplers.pool.pool import SamplerPool
 from samplers.testing.scripted import Script, ScriptedEngine
 from samplers.transport import gpu as vllm_transfer
-from samplers.transport.base import StoreTicket
 from samplers.transport.gpu import Client, Pieces, Receiver, VllmTransfer
+from samplers.transport.object_store import StoreTicket
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]  # importing vLLM takes 20 s in each process
 
@@ -68,20 +67,20 @@ def factory(backend):
 
 @pytest.mark.parametrize("size", [0, 1, 5, 8, 9, 64])
 def test_pieces_cover_the_bytes_once_and_say_so_before(size, monkeypatch):
-    monkeypatch.setattr(vllm_transfer, "PIECE", 4)
+    monkeypatch.setattr(vllm_transfer, "PIECE_BYTES", 4)
     source, receiver = Pieces(), Receiver()
-    source.data = np.arange(size, dtype=np.uint8)
+    source.data = torch.arange(size, dtype=torch.uint8)
     told = source.metadata()
     assert [(m.name, m.dtype, m.shape) for m in told] == [(n, t.dtype, tuple(t.shape)) for n, t in source]
     receiver.start(size)
     receiver.load_weights(iter(source))
-    assert np.array_equal(receiver.take(size), source.data)
+    assert torch.equal(receiver.take(size), source.data)
 
 
 def test_bytes_that_are_missing_or_of_another_version_are_not_taken(monkeypatch):
-    monkeypatch.setattr(vllm_transfer, "PIECE", 4)
+    monkeypatch.setattr(vllm_transfer, "PIECE_BYTES", 4)
     source, receiver = Pieces(), Receiver()
-    source.data = np.arange(10, dtype=np.uint8)
+    source.data = torch.arange(10, dtype=torch.uint8)
     receiver.start(10)
     receiver.load_weights(list(source)[1:])
     with pytest.raises(SnapshotError, match="6 of 10 bytes arrived; send the version again"):
@@ -109,17 +108,17 @@ class FakeActor:
     """A handle whose calls are noted, or fail."""
 
     def __init__(self, name: str, calls: list, fail: str | None = None):
-        for method in ("join_transfer", "start_transfer", "receive"):
-            setattr(self, method, _Call(name, method, calls, fail))
+        self.transfer = _Call(name, calls, fail)
 
 
 class _Call:
-    def __init__(self, name, method, calls, fail):
-        self.name, self.method, self.calls, self.fail = name, method, calls, fail
+    def __init__(self, name, calls, fail):
+        self.name, self.calls, self.fail = name, calls, fail
 
-    def remote(self, *args):
-        self.calls.append((self.method, self.name, *args))
-        return FAIL.remote() if self.method == self.fail else ray.put(None)
+    def remote(self, endpoint, method, *args):
+        assert endpoint is Receiver
+        self.calls.append((method, self.name, *args))
+        return FAIL.remote() if method == self.fail else ray.put(None)
 
 
 @ray.remote
@@ -140,11 +139,11 @@ def test_init_start_update_finish_reach_all_actors_in_this_order_with_ranks_of_t
     client.update_weights({"names": ["4"]})
     client.finish_weight_update()
     assert calls == [
-        ("join_transfer", "a", "nccl", {"master_port": 1, "rank_offset": 1}),
-        ("join_transfer", "b", "nccl", {"master_port": 1, "rank_offset": 2}),
-        ("start_transfer", "a", 12),
-        ("start_transfer", "b", 12),
-        *[("receive", name, {"names": [at]}) for at in ("0", "4") for name in "ab"],
+        ("join", "a", "nccl", {"master_port": 1, "rank_offset": 1}),
+        ("join", "b", "nccl", {"master_port": 1, "rank_offset": 2}),
+        ("start", "a", 12),
+        ("start", "b", 12),
+        *[("update", name, {"names": [at]}) for at in ("0", "4") for name in "ab"],
     ]
 
 
@@ -212,7 +211,7 @@ def test_without_actors_to_send_to_it_is_the_object_store(engines):
     assert opened.digest == snap(1).digest
 
 
-@pytest.mark.parametrize("stage", ["join_transfer", "start_transfer", "receive"])
+@pytest.mark.parametrize("stage", ["join", "start", "update"])
 def test_a_first_transfer_that_fails_stops_the_run_and_a_later_one_takes_the_object_store(stage, engines, caplog):
     calls: list = []
     good, bad = FakeActor("good", calls), FakeActor("bad", calls, fail=stage)
@@ -233,7 +232,7 @@ def test_a_broadcast_that_hangs_because_a_peer_died_is_left_behind(engines):
     way = VllmTransfer("nccl")
     way.send(1, snap(1), [FakeActor("good", calls)])
     hang.append(threading.Event())
-    ticket = way.send(2, snap(2), [FakeActor("good", calls), FakeActor("dead", calls, fail="receive")])
+    ticket = way.send(2, snap(2), [FakeActor("good", calls), FakeActor("dead", calls, fail="update")])
     assert ticket.lasting, "the call to the dead actor failed long before the time was up"
 
 
@@ -258,16 +257,16 @@ def test_ipc_reaches_one_host_and_knows_one_rank(monkeypatch):
 def test_what_the_gpu_backends_are_made_from_is_what_this_vllm_takes():
     nccl: Any = vllm_transfer.nccl_init_info(3)
     assert (nccl.backend, nccl.world_size, nccl.rank, nccl.packed) == ("nccl", 3, 0, True)
-    assert nccl.packed_buffer_size_bytes == vllm_transfer.BUFFER >= vllm_transfer.PIECE
+    assert nccl.packed_buffer_size_bytes == vllm_transfer.BUFFER_BYTES >= vllm_transfer.PIECE_BYTES
     ipc: Any = vllm_transfer.ipc_init_info(3)
-    assert asdict(ipc) == {"rank": 0, "packed": True, "packed_buffer_size_bytes": vllm_transfer.BUFFER}
+    assert asdict(ipc) == {"rank": 0, "packed": True, "packed_buffer_size_bytes": vllm_transfer.BUFFER_BYTES}
 
 
 # ---- real processes, real rendezvous
 
 
 def test_versions_and_deltas_reach_a_pool_through_deaths_and_losses(backend, factory, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(vllm_transfer, "PIECE", 256)  # several pieces
+    monkeypatch.setattr(vllm_transfer, "PIECE_BYTES", 256)  # several pieces
     way = VllmTransfer("store")
     script = Script(snap(0).specs, fault="die", phase="stage", on_version=4, once=str(tmp_path / "once"))
     options = PoolOptions(num_samplers=2, max_restarts=2, call_timeout_s=120, whole_every=3)

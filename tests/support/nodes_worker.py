@@ -18,7 +18,7 @@ from rlq.types import Request, Sampling
 from samplers.options import PoolOptions
 from samplers.pool.pool import SamplerPool
 from samplers.testing.scripted import Script, ScriptedEngine
-from samplers.transport.base import StoreTicket
+from samplers.transport.object_store import StoreTicket
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=4, stop_token_ids=(1,))
 REQUESTS = [Request((i, 7), num_samples=2, seed=100 * i) for i in range(8)]

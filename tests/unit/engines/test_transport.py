@@ -16,8 +16,9 @@ from rlq.errors import ConfigError, SamplerError, SnapshotError
 from rlq.formats.schemes import Scheme
 from rlq.publish import MANIFEST, Snapshot, delta, snapshot
 from samplers.options import SamplerConfig
-from samplers.transport import base as transport
-from samplers.transport.base import Directory, SharedMemory, read_version
+from samplers.transport import directory, shared_memory
+from samplers.transport.directory import Directory, read_version
+from samplers.transport.shared_memory import SharedMemory
 
 FP8 = Scheme.preset("fp8")
 
@@ -68,7 +69,7 @@ def test_shared_memory_is_freed_on_release_and_says_so_to_late_readers():
 
 def test_shared_memory_of_a_killed_publisher_is_swept():
     code = (
-        "import os, torch; from samplers.transport.base import SharedMemory;"
+        "import os, torch; from samplers.transport.shared_memory import SharedMemory;"
         "way = SharedMemory(); print(way._folder, flush=True); os._exit(9)"
     )
     root = Path(__file__).resolve().parents[3]
@@ -84,7 +85,7 @@ def test_shared_memory_of_a_killed_publisher_is_swept():
 
 def test_shared_memory_that_is_full_is_refused_before_anything_is_written(monkeypatch):
     way = SharedMemory()
-    monkeypatch.setattr(transport.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))  # type: ignore[attr-defined]
+    monkeypatch.setattr(shared_memory.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))  # type: ignore[attr-defined]
     with pytest.raises(SamplerError, match="0 MiB left; enlarge it or set sampler_transport"):
         way.send(1, snap(1))
     assert not list(way._folder.iterdir())
@@ -184,7 +185,7 @@ def test_a_reader_beside_a_writer_sees_whole_versions_or_none(tmp_path):
         while not done.is_set() or not seen:
             whole = sorted(path.parent for path in tmp_path.glob(f"v*/{MANIFEST}"))
             if whole:
-                seen.append(transport.read_directory(whole[-1]))
+                seen.append(directory.read_directory(whole[-1]))
 
     reader = threading.Thread(target=read)
     reader.start()
