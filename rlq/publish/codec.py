@@ -15,7 +15,9 @@ from collections.abc import Mapping
 import numpy as np
 
 PIECE = 1 << 16
-"""Changes, or elements compared, at a time, so that temporaries stay in a CPU's cache."""
+"""Changes at a time, so that temporaries stay in a CPU's cache."""
+COMPARED = 1 << 20
+"""Elements compared at a time; most of them do not change."""
 FEED = 1 << 16
 """Deflated bytes handed to zlib at once."""
 STREAMS = ("low", "high", "signs", "steps")
@@ -25,23 +27,24 @@ def differing(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     """Ascending positions at which two flat unsigned arrays differ, and new minus old there, modulo 2^bits."""
     dtype = np.int32 if new.size <= 2**31 else np.int64
     found = [np.empty(0, dtype)]
-    for top in range(0, new.size, PIECE):
-        at = _differing(old[top : top + PIECE], new[top : top + PIECE])
+    for top in range(0, new.size, COMPARED):
+        at = _differing(old[top : top + COMPARED], new[top : top + COMPARED])
         found.append(at.astype(dtype) + dtype(top))
     where = np.concatenate(found)
     return where, new[where] - old[where]
 
 
 def _differing(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Eight bytes at a time first: most words are equal, and few elements are left to be looked at."""
+    """Eight bytes at a time first: most words are equal, and only the others are looked at by element."""
     per_word = 8 // old.itemsize
     end = old.size - old.size % per_word
-    words = np.flatnonzero(old[:end].view(np.uint64) != new[:end].view(np.uint64))
-    if words.size * per_word * 4 > old.size:
+    before, after = (array[:end].view(np.uint64) for array in (old, new))
+    words = np.flatnonzero(before != after)
+    if 4 * words.size > before.size:
         return np.flatnonzero(old != new)
-    near = (words[:, None] * per_word + np.arange(per_word)).reshape(-1)
-    near = np.concatenate([near, np.arange(end, old.size)])
-    return near[old[near] != new[near]]
+    at = np.flatnonzero((before[words] ^ after[words]).view(old.dtype))
+    rest = end + np.flatnonzero(old[end:] != new[end:])
+    return np.concatenate([words[at // per_word] * per_word + at % per_word, rest])
 
 
 class Changes:

@@ -32,7 +32,7 @@ def test_what_differs_is_found_and_survives(dtype, density):
         assert np.array_equal(found[1], values[: found[1].size])
 
 
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, codec.PIECE - 1, codec.PIECE, codec.PIECE + 1])
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, codec.COMPARED - 1, codec.COMPARED, codec.COMPARED + 1])
 def test_the_last_element_is_compared_too(size):
     old = np.zeros(size, np.uint8)
     assert codec.differing(old, old)[0].size == 0
