@@ -9,7 +9,6 @@ from rich.table import Table
 
 from ..formats.elements import BLOCKS, ELEMENTS, Format
 from ..formats.schemes import GRANULARITIES, PRESETS, TensorScheme
-from ..quantize.tensor import scale_shape
 from .outcome import Outcome
 
 MATRIX = torch.Size((4096, 4096))
@@ -38,7 +37,7 @@ def overhead(scheme: TensorScheme, shape: torch.Size = MATRIX) -> dict:
     """What the scales of a weight cost: bytes, share of the codes, and bits per weight in all."""
     block = scheme.block_format
     scale_bits = 32 if block is None else ELEMENTS[block.scale].bits
-    scales = math.prod(scale_shape(shape, scheme))
+    scales = math.prod(scheme.scale_shape(shape))
     scale_bytes = scales * scale_bits // 8 + (4 if block is not None and block.tensor_scale else 0)
     code_bytes = shape.numel() * scheme.element.bits // 8
     return {

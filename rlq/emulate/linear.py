@@ -5,7 +5,6 @@ import torch
 from ..errors import ConfigError
 from ..formats.schemes import LayerScheme, TensorScheme
 from ..quantize import QuantizedTensor, largest_magnitude, quantize, quantize_activations
-from ..quantize.reference import spans_tensor
 from ..weights.quantize import input_scale_suffix
 
 
@@ -116,6 +115,6 @@ class EmulatedLinear(torch.nn.Module):
         """The weight as a sampler would get it now."""
         assert self.scheme.weights is not None
         amax = None
-        if len(self.fused) > 1 and spans_tensor(self.scheme.weights):
+        if len(self.fused) > 1 and self.scheme.weights.spans_tensor:
             amax = torch.cat([largest_magnitude(layer.weight.detach().bfloat16()) for layer in self.fused]).max()
         return quantize(self.weight.detach().bfloat16(), self.scheme.weights, amax=amax).dequantize(dtype)

@@ -6,9 +6,12 @@ in `PRESETS`.
 """
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+
+import torch
 
 from ..errors import ConfigError
 from .elements import BLOCKS, ELEMENTS, FORMATS, BlockFormat, Format
@@ -69,6 +72,25 @@ class TensorScheme:
             return int(numbers[0]), int(numbers[1])
         return 1, int(numbers[0]) if numbers else max(columns, 1)
 
+    @property
+    def spans_tensor(self) -> bool:
+        """True if it has a scale for the whole tensor, so that fused layers have to share it."""
+        return self.granularity == "tensor" or (self.block_format is not None and self.block_format.tensor_scale)
+
+    def scale_shape(self, shape: torch.Size) -> tuple[int, ...]:
+        """Shape of the stored scales of a tensor of `shape`.
+
+        (1,) for `tensor`, (..., 1) for `channel` and `token`, (..., ceil(K / N)) for groups and block formats,
+        (ceil(R / M), ceil(K / N)) for blocks of M x N in R rows.
+        """
+        rows, columns = math.prod(shape[:-1]), shape[-1]
+        tile_rows, tile_columns = self.tile(rows, columns)
+        if self.granularity == "tensor":
+            return (1,)
+        if self.granularity.startswith("block"):
+            return (-(-rows // tile_rows), -(-columns // tile_columns))
+        return (*shape[:-1], -(-columns // tile_columns) if columns else 1)
+
     def __str__(self) -> str:
         return self.format if self.format in BLOCKS else f"{self.format}.{self.granularity}"
 
@@ -83,8 +105,6 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Formats of cached keys and values: with a scale per token and head, computed as they enter the cache, or with one
 # calibrated scale for all keys of a layer and one for all values, as vLLM's own caches have.
 KV_CACHES = ("fp8", "int8", "int4", "fp8.tensor", "int8.tensor", "int4.tensor")
-# Activation schemes whose scale can be calibrated beforehand.
-STATIC = ("fp8.tensor", "fp8_e5m2.tensor", "int8.tensor", "nvfp4")
 # A dot that the writer probably meant as a dot: not escaped, and neither `.*` nor its kin unless right behind a number.
 _BARE_DOT = re.compile(r"(?<!\\)\.(?![*+?{])|(?<=\d)\.(?=[*+])")
 
@@ -167,8 +187,11 @@ class Scheme:
         for _, other in pairs:
             _lookup(other)
         static = scheme.static if static is None else static
-        if static and (scheme.activations is None or str(scheme.activations) not in STATIC):
-            raise ConfigError(f"scheme {name!r} has no static form; those of {', '.join(STATIC)} activations have")
+        if static and (scheme.activations is None or not scheme.activations.spans_tensor):
+            raise ConfigError(
+                f"scheme {name!r} has no static form: its activations have no scale that spans the tensor; "
+                "fp8_tensor, fp8_static, int8_tensor and nvfp4 have one"
+            )
         scheme = replace(scheme, per_layer=pairs, kv_cache=kv_cache, static=static, recipe=tuple(recipe))
         scheme = scheme if ignore is None else replace(scheme, ignore=tuple(ignore))
         for pattern in scheme._patterns():

@@ -24,7 +24,7 @@ import torch
 
 from ..formats.elements import ELEMENTS, Format
 from ..formats.schemes import TensorScheme
-from .tensor import QuantizedTensor, scale_shape
+from .encoded import Encoded
 
 ZERO_TILE_SCALE = torch.finfo(torch.float32).eps
 ZERO_BLOCK_SCALE = 0.125
@@ -33,11 +33,6 @@ TINY = torch.finfo(torch.float32).tiny
 # A GPU needs more of them to be busy; its temporaries then take a few hundred MiB.
 CHUNK = 1 << 17
 DEVICE_CHUNK = 1 << 24
-
-
-def spans_tensor(scheme: TensorScheme) -> bool:
-    """True if the scheme has a scale for the whole tensor, so that fused layers have to share it."""
-    return scheme.granularity == "tensor" or (scheme.block_format is not None and scheme.block_format.tensor_scale)
 
 
 def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
@@ -56,7 +51,7 @@ def tensor_scale(amax: torch.Tensor, scheme: TensorScheme) -> torch.Tensor:
 
     Args:
         amax: fp32, any shape; largest magnitude that the scale has to cover.
-        scheme: one for which `spans_tensor` holds.
+        scheme: one for which `spans_tensor` is true.
 
     Returns:
         fp32, shape of `amax`. NVFP4's is compressed-tensors' divisor 448 * 6 / amax, and 1 where that overflows; like
@@ -70,7 +65,7 @@ def tensor_scale(amax: torch.Tensor, scheme: TensorScheme) -> torch.Tensor:
     return torch.where(scale.isinf(), 1.0, scale)
 
 
-def encode(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None = None) -> QuantizedTensor:
+def encode(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None = None) -> Encoded:
     """Quantize without checks.
 
     Args:
@@ -84,7 +79,7 @@ def encode(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None = N
     rows, element, tile = as_rows(x), scheme.element, scheme.tile(*as_rows(x).shape)
     codes = torch.empty(rows.shape[0], -(-rows.shape[1] // element.pack), dtype=element.dtype, device=x.device)
     scale_dtype = torch.float32 if scheme.block_format is None else ELEMENTS[scheme.block_format.scale].dtype
-    scale = torch.empty(scale_shape(rows.shape, scheme), dtype=scale_dtype, device=x.device)
+    scale = torch.empty(scheme.scale_shape(rows.shape), dtype=scale_dtype, device=x.device)
     whole = given if scheme.granularity == "tensor" else None
     for top, bottom in row_chunks(rows.shape, 1 if whole is not None else tile[0], x.device):
         chunk = rows[top:bottom].to(torch.float32)
@@ -99,16 +94,16 @@ def encode(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None = N
     if whole is not None:
         scale.copy_(whole)
     shape = (*x.shape[:-1], -1) if rows.numel() else (*x.shape[:-1], codes.shape[1])
-    return QuantizedTensor(
-        codes.view(shape), scale.view(scale_shape(x.shape, scheme)), scheme, x.shape, given if whole is None else None
+    return Encoded(
+        codes.view(shape), scale.view(scheme.scale_shape(x.shape)), scheme, x.shape, given if whole is None else None
     )
 
 
-def decode(q: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+def decode(q: Encoded, dtype: torch.dtype) -> torch.Tensor:
     """Codes times effective scales in fp32, rounded once to `dtype`."""
     rows_shape = torch.Size((math.prod(q.shape[:-1]), q.shape[-1]))
     codes = q.codes.reshape(rows_shape[0], -1) if q.codes.numel() else q.codes.new_empty(rows_shape[0], 0)
-    scale = q.scale.view(scale_shape(rows_shape, q.scheme))
+    scale = q.scale.view(q.scheme.scale_shape(rows_shape))
     tile = q.scheme.tile(*rows_shape)
     values = values_on(q.scheme.element, q.codes.device)
     out = torch.empty(rows_shape, dtype=dtype, device=q.codes.device)
@@ -133,7 +128,7 @@ def encode_activations(x: torch.Tensor, scheme: TensorScheme, given: torch.Tenso
 
 def activation_scale(x: torch.Tensor, scheme: TensorScheme) -> torch.Tensor | None:
     """The scale that spans an input without a calibrated one, per token for NVFP4; None if the scheme has none."""
-    if not spans_tensor(scheme):
+    if not scheme.spans_tensor:
         return None
     per_token = scheme.block_format is not None and x.numel() > 0
     return tensor_scale(as_rows(x).abs().amax(-1, keepdim=True).float() if per_token else largest_magnitude(x), scheme)

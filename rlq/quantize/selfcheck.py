@@ -45,7 +45,7 @@ def first_difference(
     x = hurtful(shape, dtype, scheme).to(device)
     unit, broken = torch.ones(1, device=device), x.clone()
     broken[1, 1], broken[12, 5], broken[33, 2] = float("nan"), float("inf"), -float("inf")
-    spans = reference.spans_tensor(scheme)
+    spans = scheme.spans_tensor
     for rows in (x, x.flip(0)[:, 1:], x.t().contiguous().t()):
         amax = reference.largest_magnitude(rows)
         if not same(fast.largest_magnitude(rows), amax):

@@ -6,8 +6,8 @@ import torch
 
 from ..errors import ConfigError, SnapshotError
 from ..formats.schemes import EMBEDDINGS, LayerScheme, Scheme, TensorScheme, fused_siblings
-from ..quantize.dispatch import largest_magnitude, quantize
-from ..quantize.reference import spans_tensor, tensor_scale
+from ..quantize import largest_magnitude, quantize
+from ..quantize.reference import tensor_scale
 from ..quantize.tensor import QuantizedTensor
 from .canonical import check_finite
 
@@ -87,7 +87,7 @@ def quantize_weights(
             yield name, {name: weight}
             continue
         amax = None
-        if spans_tensor(layer.weights):
+        if layer.weights.spans_tensor:
             group = tuple(s for s in fused_siblings(module) if f"{s}.weight" in weights)
             if len(group) > 1:
                 if group not in joint:

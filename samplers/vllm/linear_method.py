@@ -20,7 +20,6 @@ from rlq.errors import ConfigError
 from rlq.formats.elements import ELEMENTS
 from rlq.formats.schemes import LayerScheme, TensorScheme
 from rlq.quantize import QuantizedTensor, quantize_activations
-from rlq.quantize.reference import spans_tensor
 from rlq.weights.quantize import INPUT_GLOBAL_SCALE, input_scale_suffix
 
 # Derived parameters; never on the wire.
@@ -107,7 +106,7 @@ class EmulatedLinearMethod(LinearMethodBase):
         else:
             block = weights.block_format
             matrix("weight_scale", -(-columns // tile), torch.float32 if block is None else ELEMENTS[block.scale].dtype)
-        if weights.granularity != "tensor" and spans_tensor(weights):
+        if weights.granularity != "tensor" and weights.spans_tensor:
             per_shard("weight_global_scale")
         if packed and element.kind == "int":
             per_shard("weight_shape", torch.int64, 2)
@@ -158,7 +157,7 @@ class EmulatedLinearMethod(LinearMethodBase):
         if scheme.granularity.startswith("block"):
             # Rows have a scale each here, so that a block may end inside a shard.
             scheme = TensorScheme(scheme.format, f"group{scheme.tile(1, self.columns)[1]}")
-        if not spans_tensor(scheme):
+        if not scheme.spans_tensor:
             return QuantizedTensor.from_wire(params, scheme, self.columns).dequantize(self.compute_dtype)
         parts, top = [], 0
         for shard, rows in enumerate(widths):

@@ -8,7 +8,6 @@ import torch
 from rlq.errors import ConfigError
 from rlq.formats.schemes import Scheme
 from rlq.quantize import quantize
-from rlq.quantize.reference import spans_tensor
 from rlq.weights.quantize import quantize_weights
 
 RANKS = 2
@@ -37,7 +36,7 @@ def published(scheme: Scheme, names: tuple[str, ...]) -> tuple[dict[str, torch.T
     full = {}
     amax = max(float(w.abs().max()) for w in weights.values())  # modules that are fused share what spans a tensor
     for name in names:
-        spans = scheme.weights is not None and spans_tensor(scheme.weights)
+        spans = scheme.weights is not None and scheme.weights.spans_tensor
         weight = weights[f"{name}.weight"]
         full[name] = weight.float() if scheme.weights is None else quantize(
             weight, scheme.weights, amax=amax if spans else None

@@ -15,13 +15,17 @@ from pathlib import Path
 from numba import config
 from numba.core.caching import UserProvidedCacheLocator
 
-SOURCES = (
-    "kernels.py",
-    "codes.py",
-    "simd.py",
-    "../reference.py",
-    "../../formats/elements.py",
-)
+# All that a kernel may be compiled from: numba itself looks at a function's own code and not at what it calls.
+FOLDERS = (Path(__file__).parents[1], Path(__file__).parents[2] / "formats")
+
+
+def source_digest(folders: tuple[Path, ...] = FOLDERS) -> str:
+    """SHA-256 over names and contents of all Python files below some folders."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 class ContentLocator(UserProvidedCacheLocator):
@@ -29,8 +33,7 @@ class ContentLocator(UserProvidedCacheLocator):
 
     def __init__(self, py_func, py_file):
         super().__init__(py_func, py_file)
-        digest = hashlib.sha256(b"".join((Path(__file__).parent / name).read_bytes() for name in SOURCES))
-        self._stamp = digest.hexdigest()
+        self._stamp = source_digest()
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self._cache_path = str(root / "rlq" / "kernels" / self._stamp[:16])
 

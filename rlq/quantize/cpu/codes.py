@@ -11,7 +11,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ...formats.elements import ELEMENTS, Format
-from .simd import ABS, RUN, Lanes, fetch, load_run, pointer_to, splat
+from .simd import ABS, RUN, Lanes, clamp, fetch, load_run, pointer_to, splat
 
 ELEMENT_ORDER = ("fp8", "fp8_e5m2", "fp4", "int8", "int4")
 FP8, FP8_E5M2, FP4, INT8, INT4 = range(5)
@@ -86,7 +86,7 @@ def _encode_run(builder, run: Lanes, scale: Lanes, inverse: Lanes, element: Form
         x = (half if element.kind == "int" else half & ABS).floats()
         quotient = x / scale if how == DIVIDE else _quotient(x, scale, inverse, corrections)
         if element.kind == "int" and how == DIVIDE:
-            quotient = quotient.clamp(element.max_finite)
+            quotient = clamp(quotient, element.max_finite)
         quotients.append(quotient)
     codes = _float_codes(quotients, signs, element) if element.kind == "float" else _int_codes(quotients, element)
     if element.bits == 8:

@@ -13,6 +13,7 @@ from numba import njit
 
 from ...formats.elements import ELEMENTS
 from ..reference import TINY, ZERO_BLOCK_SCALE, ZERO_TILE_SCALE
+from ..rules import E4M3_BLOCKS, E8M0_BLOCKS, FP32, WHOLE
 from .cache import cached_by_content
 from .codes import (
     CORRECT,
@@ -23,6 +24,7 @@ from .codes import (
     FP8,
     INT4,
     INT8,
+    INT_MAGIC,
     MULTIPLY,
     SAFE_HIGHEST,
     SAFE_LOWEST,
@@ -42,7 +44,11 @@ E4M3_BIAS = I32(127 - ELEMENTS["fp8"].bias << 23)
 SMALLEST_E8M0 = I32(1 << 22)  # 2^-127, a subnormal float32
 ROUND_1_75 = I32(1 << 21)  # carries into the exponent from a mantissa of 1.75 on
 LARGEST = np.array([ELEMENTS[name].max_finite for name in ELEMENT_ORDER], np.float32)
-FP32, E8M0_BLOCKS, E4M3_BLOCKS, WHOLE = range(4)
+# Of a float format: what a magic number's exponent lies above the number's, and the exponent of the smallest normal
+# number, both as bits; see `codes._float_codes`.
+SHIFT = np.array([23 - ELEMENTS[name].mantissa_bits << 23 for name in ELEMENT_ORDER], np.int32)
+LOWEST = np.array([128 - ELEMENTS[name].bias << 23 for name in ELEMENT_ORDER], np.int64).astype(np.int32)
+SIGN = I32(-(1 << 31))
 
 part = njit(nogil=True, error_model="numpy")  # compiled into the functions that call it
 
@@ -236,36 +242,62 @@ def encode(x, tile_rows, tile, rule, element, offset, given, scales, stored_scal
             encode_row(x[i], following, tile, row_scales, inverses, how, codes[i], element, tail, tail_codes)
 
 
+@part
+def _round_floats(x, scale, shift, lowest, largest, out):
+    """out = x rounded to a float format under one scale: to nearest, ties to even, saturating, the sign of zero kept.
+
+    The magic addition of `codes.py`, without the code: what is added to round is subtracted again. Written for one
+    element so that LLVM makes vectors of it; a NaN scale makes everything NaN.
+    """
+    for j in range(x.shape[0]):
+        bits = bits_of(x[j])
+        size = float_of(I32(bits & ABS)) / scale
+        magic = float_of(I32(I32(max(bits_of(size), lowest) & I32(EXPONENT)) + shift))
+        nearest = (size + magic) - magic
+        nearest = nearest if nearest < largest else largest
+        out[j] = float_of(I32(bits_of(nearest * scale) | I32(bits & SIGN)))
+
+
+@part
+def _round_ints(x, scale, largest, out):
+    """out = x rounded to an integer format under one scale; see `_round_floats`."""
+    for j in range(x.shape[0]):
+        nearest = (x[j] / scale + F32(INT_MAGIC)) - F32(INT_MAGIC)
+        nearest = nearest if nearest < largest else largest
+        nearest = nearest if nearest > -largest else -largest
+        out[j] = nearest * scale
+
+
 @jit
-def fake_quantize_rows(x, tile, rule, element, offset, given, values):
+def fake_quantize_rows(x, tile, rule, element, offset, given):
     """Round every row of a float32 matrix on its own; arguments as for `encode`.
 
     Args:
         given: as for `encode`; 0 for NVFP4 with a global scale per row.
-        values: float32, what each code means.
 
     Returns:
         float32 (rows, columns); NaN wherever `x` is not finite.
     """
     rows, columns = x.shape
     tiles = (columns + tile - 1) // tile
-    half = values.shape[0] == 16
-    out, codes = np.empty((rows, columns), np.float32), np.empty(round_up(columns), np.uint8)
+    out = np.empty((rows, columns), np.float32)
     tops, inverses = np.empty(tiles, np.int32), np.empty(tiles, np.float32)
     scales, stored = np.empty(round_up(tiles), np.float32), np.empty(round_up(tiles), np.uint8)
-    tail, tail_codes = np.zeros(RUN, x.dtype), np.empty(RUN, np.uint8)
     scales[:] = given
-    how = given_scale(scales[:tiles], inverses, element)
+    largest = LARGEST[element]
     for i in range(rows):
         if rule != WHOLE:
             tops[:] = 0
             raise_tops(x[i], tile, tops)
             per_row = rule == E4M3_BLOCKS and given == 0
             whole = _local_global(tops, LARGEST[FP8] * LARGEST[FP4]) if per_row else F32(given)
-            how = tile_scales(tops, rule, element, offset, whole, scales, inverses, stored)
-        stored_codes = codes[: (columns + 1) // 2 if half else columns]
-        encode_row(x[i], x[i], tile, scales, inverses, how, stored_codes, element, tail, tail_codes)
-        _decode_row(codes, half, values, tile, scales, out[i])
+            tile_scales(tops, rule, element, offset, whole, scales, inverses, stored)
+        for c in range(tiles):
+            part_in, part_out = x[i, c * tile : (c + 1) * tile], out[i, c * tile : (c + 1) * tile]
+            if element in (INT8, INT4):
+                _round_ints(part_in, scales[c], largest, part_out)
+            else:
+                _round_floats(part_in, scales[c], SHIFT[element], LOWEST[element], largest, part_out)
         if rule == WHOLE:
             for j in range(columns):
                 out[i, j] = out[i, j] if x[i, j] - x[i, j] == F32(0) else NAN

@@ -12,7 +12,8 @@ import torch
 from ...formats.elements import ELEMENTS
 from ...formats.schemes import TensorScheme
 from .. import reference
-from ..tensor import QuantizedTensor, scale_shape
+from ..encoded import Encoded
+from ..rules import E4M3_BLOCKS, WHOLE, scale_rule
 from . import kernels
 from .codes import ELEMENT_ORDER
 from .simd import RUN
@@ -52,7 +53,7 @@ class _Plan:
 
     def strips(self, scale: np.ndarray, top: int, bottom: int) -> tuple[np.ndarray, np.ndarray]:
         """The scales of rows `top` to `bottom`, as fp32 and as bytes; empty where they are not of that type."""
-        if self.rule == kernels.WHOLE:
+        if self.rule == WHOLE:
             return NO_SCALES, NO_BYTES
         strip = scale[top // self.tile_rows : -(-bottom // self.tile_rows)]
         return (NO_SCALES, strip) if self.in_bytes else (strip, NO_BYTES)
@@ -61,19 +62,16 @@ class _Plan:
 @functools.lru_cache(maxsize=4096)
 def _plan(scheme: TensorScheme, rows: int, columns: int) -> _Plan:
     block, element = scheme.block_format, scheme.element
-    if block is None:
-        rule = kernels.WHOLE if scheme.granularity == "tensor" else kernels.FP32
-    else:
-        rule = kernels.E4M3_BLOCKS if block.tensor_scale else kernels.E8M0_BLOCKS
+    rule = scale_rule(scheme)
     tile_rows, tile = scheme.tile(rows, columns)
     return _Plan(
         rule=rule,
         element=ELEMENT_ORDER.index(element.name),
         offset=int(math.log2(element.max_finite)),
-        tile_rows=1 if rule == kernels.WHOLE else tile_rows,
+        tile_rows=1 if rule == WHOLE else tile_rows,
         tile=tile,
         code_bytes=-(-columns // element.pack) * element.dtype.itemsize,
-        scale_shape=scale_shape(torch.Size((rows, columns)), scheme),
+        scale_shape=scheme.scale_shape(torch.Size((rows, columns))),
         scale_dtype=torch.float32 if block is None else ELEMENTS[block.scale].dtype,
         in_bytes=block is not None,
     )
@@ -81,13 +79,14 @@ def _plan(scheme: TensorScheme, rows: int, columns: int) -> _Plan:
 
 @functools.lru_cache(maxsize=4096)
 def can_encode(scheme: TensorScheme, shape: torch.Size) -> bool:
-    """False where the kernels do not go: nothing to do, or tiles that are not made of whole runs."""
+    """False where the kernels do not go: nothing to do, an element that they do not know, or tiles of partial runs."""
     columns = shape[-1]
     tile = scheme.tile(1, columns)[1]
-    return math.prod(shape) > 0 and (tile >= columns or tile % RUN == 0)
+    known = scheme.element.name in ELEMENT_ORDER
+    return known and math.prod(shape) > 0 and (tile >= columns or tile % RUN == 0)
 
 
-def encode(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None) -> QuantizedTensor:
+def encode(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None) -> Encoded:
     """`reference.encode` for a scale that spans the tensor, if any, of one element."""
     rows = reference.as_rows(x.detach())
     plan = _plan(scheme, *rows.shape)
@@ -100,10 +99,8 @@ def encode(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None) ->
         scale_tensor = scale_tensor.view(plan.scale_dtype)
     if x.ndim != 2:
         code_tensor = code_tensor.view(*x.shape[:-1], code_tensor.shape[1])
-        scale_tensor = scale_tensor.view(scale_shape(x.shape, scheme))
-    return QuantizedTensor(
-        code_tensor, scale_tensor, scheme, x.shape, given if plan.rule == kernels.E4M3_BLOCKS else None
-    )
+        scale_tensor = scale_tensor.view(scheme.scale_shape(x.shape))
+    return Encoded(code_tensor, scale_tensor, scheme, x.shape, given if plan.rule == E4M3_BLOCKS else None)
 
 
 def _encode_rows(
@@ -117,15 +114,15 @@ def _encode_rows(
         kernels.encode(part(top, bottom), plan.tile_rows, *plan.constants, whole, *outputs)
 
     _in_threads(work, rows, plan.tile_rows)
-    if plan.rule == kernels.WHOLE:
+    if plan.rule == WHOLE:
         scale[:] = whole
 
 
-def decode(q: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+def decode(q: Encoded, dtype: torch.dtype) -> torch.Tensor:
     """`reference.decode`."""
     rows_shape = torch.Size((math.prod(q.shape[:-1]), q.shape[-1]))
     tile_rows, tile = q.scheme.tile(*rows_shape)
-    stored = q.scale.reshape(scale_shape(rows_shape, q.scheme))
+    stored = q.scale.reshape(q.scheme.scale_shape(rows_shape))
     scales = (
         reference.effective_scale(stored, q.scheme, q.global_scale).reshape(-1, stored.shape[-1]).contiguous().numpy()
     )
@@ -148,13 +145,13 @@ def decode(q: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
 
 def fake_quantize_rows(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None) -> torch.Tensor:
     """`reference.encode_activations` for tiles within a row."""
-    plan, values = _plan(scheme, 1, x.shape[-1]), scheme.element.values.numpy()
-    if given is None and plan.rule == kernels.WHOLE:
+    plan = _plan(scheme, 1, x.shape[-1])
+    if given is None and plan.rule == WHOLE:
         given = reference.tensor_scale(largest_magnitude(x), scheme)
     whole = 0.0 if given is None else given.item()
     plain = x.dtype == torch.float32 and x.ndim == 2 and x.is_contiguous() and not x.requires_grad
     rows = x if plain else reference.as_rows(x.detach()).to(torch.float32).contiguous()
-    out = torch.from_numpy(kernels.fake_quantize_rows(rows.numpy(), *plan.constants, whole, values))
+    out = torch.from_numpy(kernels.fake_quantize_rows(rows.numpy(), *plan.constants, whole))
     return out if plain else out.view(x.shape).to(x.dtype)
 
 

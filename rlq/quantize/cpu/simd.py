@@ -12,6 +12,16 @@ RUN = 16  # elements that are loaded, compared and encoded at once
 ABS = 0x7FFFFFFF
 
 
+def _operator(name: str):
+    """A method of `Lanes`: an instruction of LLVM, for floating-point numbers the one whose name begins with f."""
+
+    def apply(self: "Lanes", other: "Lanes | float") -> "Lanes":
+        instruction = f"f{name}" if self.floating else name
+        return self._apply(getattr(self.builder, instruction), other)
+
+    return apply
+
+
 class Lanes:
     """A vector in LLVM IR with Python's operators: bits (int32, int16; they wrap around) or float32 numbers.
 
@@ -23,32 +33,15 @@ class Lanes:
         self.floating = isinstance(value.type.element, ir.FloatType)
         self.width = 32 if self.floating else value.type.element.width
 
-    def __add__(self, other):
-        return self._apply(self.builder.fadd if self.floating else self.builder.add, other)
-
-    def __sub__(self, other):
-        return self._apply(self.builder.sub, other)
-
-    def __mul__(self, other):
-        return self._apply(self.builder.fmul, other)
-
-    def __truediv__(self, other):
-        return self._apply(self.builder.fdiv, other)
-
-    def __and__(self, other):
-        return self._apply(self.builder.and_, other)
-
-    def __or__(self, other):
-        return self._apply(self.builder.or_, other)
-
-    def __xor__(self, other):
-        return self._apply(self.builder.xor, other)
-
-    def __lshift__(self, other):
-        return self._apply(self.builder.shl, other)
-
-    def __rshift__(self, other):
-        return self._apply(self.builder.lshr, other)
+    __add__ = _operator("add")
+    __sub__ = _operator("sub")
+    __mul__ = _operator("mul")
+    __truediv__ = _operator("div")
+    __and__ = _operator("and_")
+    __or__ = _operator("or_")
+    __xor__ = _operator("xor")
+    __lshift__ = _operator("shl")
+    __rshift__ = _operator("lshr")
 
     def __neg__(self):
         return Lanes(self.builder, self.builder.fneg(self.value))
@@ -64,15 +57,6 @@ class Lanes:
     def umin(self, other):
         """The smaller of two bit patterns, as numbers without sign."""
         return self._call("umin", other)
-
-    def clamp(self, limit: float):
-        """Numbers from -limit to limit."""
-        return self._kept("<", limit)._kept(">", -limit)
-
-    def _kept(self, order: str, limit: float):
-        """Numbers that stand in this order to a limit; the limit in place of the others."""
-        builder = self.builder
-        return self._apply(lambda a, b: builder.select(builder.fcmp_ordered(order, a, b), a, b), limit)
 
     def times_plus(self, factor, summand: "Lanes") -> "Lanes":
         """self * factor + summand, rounded once."""
@@ -132,6 +116,15 @@ class Lanes:
         suffix = f"v{self.value.type.count}{'f' if self.floating else 'i'}{self.width}"
         known = cgutils.get_or_insert_function(self.builder.module, function, f"llvm.{name}.{suffix}")
         return self.builder.call(known, values)
+
+
+def clamp(lanes: Lanes, limit: float) -> Lanes:
+    """Numbers from -limit to limit."""
+    builder, bounded = lanes.builder, lanes
+    for order, bound in (("<", limit), (">", -limit)):
+        value, edge = bounded.value, ir.Constant(lanes.value.type, [bound] * lanes.value.type.count)
+        bounded = Lanes(builder, builder.select(builder.fcmp_ordered(order, value, edge), value, edge))
+    return bounded
 
 
 def _undefined(vector):

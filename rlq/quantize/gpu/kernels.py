@@ -18,6 +18,7 @@ Importing this module needs Triton, which comes with a CUDA build of PyTorch.
 import triton
 import triton.language as tl
 
+from .. import rules
 from ..reference import ZERO_BLOCK_SCALE, ZERO_TILE_SCALE
 
 ABS = tl.constexpr(0x7FFFFFFF)
@@ -29,7 +30,8 @@ ZERO_BLOCK = tl.constexpr(ZERO_BLOCK_SCALE)
 ZERO_BLOCK_CODE, E4M3_NAN, E8M0_NAN = tl.constexpr(0x20), tl.constexpr(0x7F), tl.constexpr(0xFF)
 E8M0_SMALLEST = tl.constexpr(0x00400000)  # 2^-127, subnormal in fp32
 E4M3_LARGEST = tl.constexpr(448.0)
-FP32, E8M0_BLOCKS, E4M3_BLOCKS, WHOLE = (tl.constexpr(rule) for rule in range(4))
+FP32, WHOLE = tl.constexpr(rules.FP32), tl.constexpr(rules.WHOLE)
+E8M0_BLOCKS, E4M3_BLOCKS = tl.constexpr(rules.E8M0_BLOCKS), tl.constexpr(rules.E4M3_BLOCKS)
 
 
 @triton.jit

@@ -21,7 +21,8 @@ import triton
 from ...formats.elements import ELEMENTS
 from ...formats.schemes import TensorScheme
 from .. import reference, selfcheck
-from ..tensor import QuantizedTensor, scale_shape
+from ..encoded import Encoded
+from ..rules import scale_rule
 from . import kernels as triton_kernels
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -66,7 +67,7 @@ def can_encode(scheme: TensorScheme, x: torch.Tensor) -> bool:
     return size is not None and x.dtype in DTYPES and usable(x.device, scheme, x.dtype, size)
 
 
-def can_decode(q: QuantizedTensor, dtype: torch.dtype) -> bool:
+def can_decode(q: Encoded, dtype: torch.dtype) -> bool:
     """Like `can_encode`, for the way back to `dtype`."""
     size = program(q.scheme, q.shape[-1]) if q.codes.numel() else None
     return size is not None and dtype in DTYPES and usable(q.codes.device, q.scheme, dtype, size)
@@ -90,21 +91,21 @@ def usable(device: torch.device, scheme: TensorScheme, dtype: torch.dtype, size:
     return found is None
 
 
-def encode(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None) -> QuantizedTensor:
+def encode(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None) -> Encoded:
     """`reference.encode`."""
     rows, element, block = reference.as_rows(x.detach()), scheme.element, scheme.block_format
     # Zeros, because the codes of a row that ends inside a stored element do not fill it.
     codes = torch.zeros(rows.shape[0], -(-rows.shape[1] // element.pack), dtype=element.dtype, device=x.device)
     scale_dtype = torch.float32 if block is None else ELEMENTS[block.scale].dtype
-    scale = torch.empty(scale_shape(rows.shape, scheme), dtype=scale_dtype, device=x.device)
+    scale = torch.empty(scheme.scale_shape(rows.shape), dtype=scale_dtype, device=x.device)
     whole = scheme.granularity == "tensor"
     if whole:
         assert given is not None
         scale.copy_(given)
     _encode(rows, scheme, given, scale if block is None else scale.view(torch.uint8), codes.view(torch.uint8))
-    return QuantizedTensor(
+    return Encoded(
         codes.view(*x.shape[:-1], codes.shape[1]),
-        scale.view(scale_shape(x.shape, scheme)),
+        scale.view(scheme.scale_shape(x.shape)),
         scheme,
         x.shape,
         None if whole else given,
@@ -127,11 +128,8 @@ def _encode(
     rows: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None, scale: torch.Tensor | None, out: torch.Tensor
 ) -> None:
     """Launch the encoder; with `scale` None it writes values instead of codes."""
-    element, block, size = scheme.element, scheme.block_format, program(scheme, rows.shape[1])
+    element, size = scheme.element, program(scheme, rows.shape[1])
     assert size is not None
-    rule = triton_kernels.WHOLE if scheme.granularity == "tensor" else triton_kernels.FP32
-    if block is not None:
-        rule = triton_kernels.E4M3_BLOCKS if block.tensor_scale else triton_kernels.E8M0_BLOCKS
     unused = _pointer(out)  # a pointer that is not followed
     grid = -(-rows.shape[0] // size.tile_rows), -(-rows.shape[1] // (size.tiles * size.tile))
     with torch.cuda.device_of(rows):
@@ -145,7 +143,7 @@ def _encode(
             1 if scale is None else scale.shape[-1],
             _pointer(out),
             out.shape[1],
-            RULE=rule.value,
+            RULE=scale_rule(scheme),
             INTEGER=element.kind == "int",
             LARGEST=element.max_finite,
             MANTISSA=element.mantissa_bits,
@@ -160,11 +158,11 @@ def _encode(
         )
 
 
-def decode(q: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+def decode(q: Encoded, dtype: torch.dtype) -> torch.Tensor:
     """`reference.decode`."""
     shape = torch.Size((math.prod(q.shape[:-1]), q.shape[-1]))
     tile_rows, tile = q.scheme.tile(*shape)
-    stored = q.scale.reshape(scale_shape(shape, q.scheme))
+    stored = q.scale.reshape(q.scheme.scale_shape(shape))
     scales = reference.effective_scale(stored, q.scheme, q.global_scale).contiguous()
     codes = q.codes.reshape(shape[0], -1).contiguous().view(torch.uint8)
     out = torch.empty(shape, dtype=dtype, device=codes.device)

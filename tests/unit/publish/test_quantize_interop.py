@@ -13,7 +13,7 @@ from compressed_tensors.quantization.utils import calculate_qparams, compute_dyn
 from rlq.errors import ConfigError
 from rlq.formats.schemes import PRESETS, Scheme, TensorScheme
 from rlq.quantize import QuantizedTensor, quantize, quantize_activations
-from rlq.quantize.reference import spans_tensor, tensor_scale, unpack
+from rlq.quantize.reference import tensor_scale, unpack
 from rlq.weights.compressed_tensors import _quantization_args, quantization_config
 
 SAME_SCALES = ["fp8.tensor", "fp8.channel", "fp8.group128", "fp8.block128x128", "nvfp4", "mxfp4", "mxfp8"]
@@ -168,5 +168,5 @@ def test_a_scale_in_bf16_is_read():
 
 def test_static_nvfp4_scale_is_their_divisor():
     scheme = TensorScheme.parse("nvfp4")
-    assert spans_tensor(scheme)
+    assert scheme.spans_tensor
     assert tensor_scale(torch.tensor([6.0]), scheme).tolist() == [448.0]

@@ -1,11 +1,15 @@
 """Formats against the numbers of the OCP specifications and against torch's own dtypes."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
-from rlq.formats.elements import BLOCKS, ELEMENTS
+from rlq.formats import schemes
+from rlq.formats.elements import BLOCKS, ELEMENTS, FORMATS
+from rlq.formats.schemes import TensorScheme
+from rlq.quantize import fake_quantize, quantize, quantize_activations
 
 # OCP 8-bit Floating Point 1.0, table 1; OCP Microscaling Formats 1.0, tables 1 to 5.
 # name: largest, smallest normal, smallest positive, ulp at 1, finite values, NaN codes, infinities
@@ -72,3 +76,25 @@ def test_floats_grow_with_their_code():
 def test_block_formats_name_known_elements():
     for block in BLOCKS.values():
         assert {block.element, block.scale} <= set(ELEMENTS)
+
+
+@pytest.mark.parametrize("kind", ["float", "int"])
+def test_a_new_element_format_is_one_row_of_the_table(monkeypatch, kind):
+    """E3M4 with the bytes of a float8 dtype, and a 6-bit integer: no kernel knows them, the reference does both."""
+    if kind == "float":
+        # Under another name: the kernels go by the name, and the reference by what the format says of itself.
+        new = dataclasses.replace(ELEMENTS["fp8"], name="fp8x", standard="E4M3FN, another name")
+    else:
+        new = dataclasses.replace(ELEMENTS["int8"], name="int6", standard="INT6 in a byte", max_finite=31.0)
+    monkeypatch.setitem(ELEMENTS, new.name, new)
+    monkeypatch.setattr(schemes, "FORMATS", (*FORMATS, new.name))
+    x = torch.randn(8, 64)
+    q = quantize(x, f"{new.name}.channel")
+    assert torch.equal(q.dequantize(), fake_quantize(x, f"{new.name}.channel"))
+    largest = q.scale.view(-1, 1) * new.max_finite
+    assert torch.allclose(q.dequantize().abs().amax(1, keepdim=True), largest)
+    assert torch.equal(quantize_activations(x, TensorScheme.parse(f"{new.name}.token")), q.dequantize())
+    if kind == "float":
+        assert torch.equal(q.dequantize(), fake_quantize(x, "fp8.channel"))
+    else:
+        assert q.codes.abs().max() == 31

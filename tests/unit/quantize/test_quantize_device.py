@@ -168,7 +168,7 @@ def test_gpu_check_fails_where_a_code_differs(monkeypatch):
     monkeypatch.setattr(reference, "encode", off_by_one)
     assert found["check_codes"]("torch", reference, scheme, "cpu")[1:] == (
         False,
-        "weight differs, torch.bfloat16 (40, 160)",
+        "codes of other bits, torch.bfloat16 (40, 160)",
     )
 
 

@@ -136,7 +136,7 @@ def test_threads_change_nothing(name, monkeypatch):
 
 
 def given(x: torch.Tensor, scheme: TensorScheme) -> torch.Tensor | None:
-    if not reference.spans_tensor(scheme):
+    if not scheme.spans_tensor:
         return None
     return reference.tensor_scale(reference.largest_magnitude(x), scheme)
 
@@ -272,7 +272,7 @@ def test_non_finite_weights_are_refused_and_counted(name, bad):
     x[3, 7] = x[39, 47] = bad
     with pytest.raises(SnapshotError, match="2 non-finite values"):
         quantize(x, name)
-    if reference.spans_tensor(TensorScheme.parse(name)):
+    if TensorScheme.parse(name).spans_tensor:
         with pytest.raises(SnapshotError, match="2 non-finite values"):
             quantize(x, name, amax=4.0)
         with pytest.raises(SnapshotError, match="amax"):

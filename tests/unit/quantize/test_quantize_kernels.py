@@ -13,6 +13,7 @@ from numba.extending import intrinsic
 from rlq.formats.schemes import TensorScheme
 from rlq.quantize import quantize, reference
 from rlq.quantize.cpu import launch as cpu
+from rlq.quantize.cpu.cache import FOLDERS, source_digest
 from rlq.quantize.cpu.codes import _quotient
 from rlq.quantize.cpu.simd import splat
 
@@ -66,12 +67,12 @@ def test_scales_beyond_the_safe_ones(name, dtype):
         x = (x.double() * 2.0**exponent).to(dtype)
         x[1] *= 2.0**-20
         given = None
-        if reference.spans_tensor(scheme):
+        if scheme.spans_tensor:
             given = reference.tensor_scale(reference.largest_magnitude(x), scheme)
         assert_same(quantize(x, scheme), reference.encode(x, scheme, given))
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEMES if reference.spans_tensor(TensorScheme.parse(name))])
+@pytest.mark.parametrize("name", [name for name in SCHEMES if TensorScheme.parse(name).spans_tensor])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quotients_that_overflow_saturate(name, dtype):
     scheme = TensorScheme.parse(name)
@@ -86,3 +87,18 @@ def assert_same(found, expected):
     assert cpu.can_encode(found.scheme, found.shape)
     assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
     assert torch.equal(found.scale.view(torch.uint8), expected.scale.view(torch.uint8))
+
+
+def test_kernels_are_cached_by_all_files_of_their_folders(tmp_path):
+    """numba notices a change of a function itself, and not one of what it calls in another file."""
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    (folder / "one.py").write_text("a = 1\n")
+    first = source_digest((folder,))
+    assert source_digest((folder,)) == first
+    (folder / "helper.py").write_text("b = 1\n")
+    second = source_digest((folder,))
+    (folder / "helper.py").write_text("b = 2\n")
+    assert len({first, second, source_digest((folder,))}) == 3
+    names = {path.name for folder in FOLDERS for path in folder.rglob("*.py")}
+    assert {"kernels.py", "codes.py", "simd.py", "reference.py", "rules.py", "elements.py"} <= names
