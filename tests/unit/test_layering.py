@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 TENSORS = {"torch", "numpy", "safetensors", "compressed_tensors"}
-DISPLAY = {"rich", "tqdm"}
+DISPLAY = {"rich"}
 ALLOWED = {
     "rlq": TENSORS | DISPLAY | {"numba", "llvmlite", "packaging", "triton"},
     "samplers": TENSORS | DISPLAY | {"rlq", "vllm", "ray", "transformers"},

@@ -5,7 +5,7 @@ import sys
 import time
 from typing import Any
 
-from tqdm import tqdm
+from rich import progress
 
 from rlq import progress_line
 
@@ -30,13 +30,17 @@ class Progress:
         self.max_steps = max_steps
         self.start_step, self.start = start_step, time.monotonic()
         self.json = os.environ.get(progress_line.VARIABLE) == progress_line.VALUE
-        self.bar = None
+        self.bar: progress.Progress | None = None
         if not self.json and sys.stdout.isatty():
-            self.bar = tqdm(total=max_steps, initial=start_step, desc="grpo", unit="step", file=sys.stdout)
+            columns = progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeRemainingColumn()
+            self.bar = progress.Progress("grpo", *columns, "{task.fields[shown]}")
+            self.task = self.bar.add_task("grpo", total=max_steps, completed=start_step, shown="")
+            self.bar.start()
 
     def update(self, step: int, record: dict[str, Any]) -> None:
         """Show one step."""
-        shown = {label: record[name] for name, label in SHOWN.items() if record.get(name) is not None}
+        values = {label: record[name] for name, label in SHOWN.items() if record.get(name) is not None}
+        shown = "  ".join(f"{label} {value:.3g}" for label, value in values.items())
         if self.json:
             done = step - self.start_step
             eta = (time.monotonic() - self.start) / max(done, 1) * (self.max_steps - step)
@@ -44,13 +48,11 @@ class Progress:
             line |= {name: record[name] for name in SHOWN if record.get(name) is not None}
             print(progress_line.write(line), flush=True)
         elif self.bar is not None:
-            self.bar.set_postfix({label: f"{value:.3g}" for label, value in shown.items()}, refresh=False)
-            self.bar.update(step - self.bar.n)
+            self.bar.update(self.task, completed=step, shown=shown)
         else:
-            text = "  ".join(f"{label} {value:.3g}" for label, value in shown.items())
-            print(f"step {step}/{self.max_steps}  {text}", flush=True)
+            print(f"step {step}/{self.max_steps}  {shown}", flush=True)
 
     def close(self) -> None:
         """Leave the bar where it is."""
         if self.bar is not None:
-            self.bar.close()
+            self.bar.stop()

@@ -123,6 +123,19 @@ def test_plain_mode_prints_one_readable_line_per_step(monkeypatch, capsys):
     assert capsys.readouterr().out == "step 3/60  reward 0.25  tok/s 9.88e+03\n"
 
 
+def test_on_a_terminal_a_bar_shows_the_step_and_stays_at_the_last_one(monkeypatch, capsys):
+    monkeypatch.delenv("RLQ_PROGRESS", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    progress = Progress(max_steps=60, start_step=10)
+    progress.update(12, {"reward": 0.25})
+    progress.close()
+    out = capsys.readouterr().out
+    assert "12/60" in out
+    assert "reward 0.25" in out
+    assert "step 12" not in out, "no plain line beside the bar"
+
+
 def test_the_recorder_writes_steps_and_drops_what_a_resumed_run_writes_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RLQ_PROGRESS", "json")
     path = tmp_path / records.FILE

@@ -266,6 +266,23 @@ def test_a_vetoed_sequence_leaves_the_loss_whole(make):
     assert_close(gradients, formula(batch, stay.float(), batch["completion_mask"].sum()))
 
 
+@pytest.mark.parametrize("name", ["prime-rl/dppo", "deepseek/off_policy_sequence_mask"])
+def test_presets_that_reject_by_the_sign_of_the_advantage_train(make, name):
+    # Every other token was far likelier under the sampler of a bad sequence: what these presets reject, and only there.
+    edit = shifted(lambda b, t: b % 2 == 0 and t < 4, by=4.0)
+    correction = Correction.preset(name)
+    gradients, batch, log = one_step(make, edit=edit, correction=correction)
+    learner, sampler = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
+    advantages, mask = batch["advantages"], batch["completion_mask"].bool()
+    assert (advantages < 0).any()
+    assert (advantages > 0).any()
+    out = correct(learner, sampler, mask, correction, advantages=advantages)
+    flipped = correct(learner, sampler, mask, correction, advantages=-advantages)
+    assert not torch.equal(out.keep, flipped.keep), "the sign has to matter here"
+    assert log["rlq/kept_token_frac"] == pytest.approx(float(out.keep.sum() / mask.sum()))
+    assert_close(gradients, formula(batch, out.weights, torch.tensor(out.denominator)))
+
+
 @pytest.mark.parametrize("size", [4, 2])
 def test_a_batch_is_the_sum_of_its_micro_batches(make, size):
     whole, batch, log = one_step(make, scheme="fp8")
