@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from rlq.errors import ConfigError
+from rlq.formats.modules import parse_per_layer
 from rlq.formats.schemes import Scheme
 from rlq.recipes.base import build
 
@@ -159,15 +160,12 @@ class SamplerConfig:
 
     def scheme(self) -> Scheme:
         """The model scheme that the fields name."""
-        pairs = [pair.rpartition("=") for pair in self.sampler_per_layer or []]
-        if any(not pattern for pattern, _, _ in pairs):
-            raise ConfigError(f"sampler_per_layer is {self.sampler_per_layer}; write PATTERN=SCHEME")
         recipe = self.sampler_recipe or ()
         build(recipe)  # refuses unknown names and options
         return Scheme.preset(
             self.sampler_scheme,
             ignore=self.sampler_ignore,
-            per_layer={pattern: scheme for pattern, _, scheme in pairs},
+            per_layer=parse_per_layer(self.sampler_per_layer or (), "sampler_per_layer"),
             kv_cache=self.sampler_kv_cache,
             static=self.sampler_static_activations or None,
             recipe=recipe,

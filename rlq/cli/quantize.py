@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import ConfigError
+from ..formats.modules import parse_per_layer
 from ..formats.schemes import PRESETS, Scheme
 from ..publish.convert import QuantizedWeight, quantize_checkpoint
 from ..recipes.base import needs
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ignore", action="append", metavar="PATTERN", help="module to keep in bf16, besides the default"
     )
     parser.add_argument(
-        "--per-layer", action="append", default=[], metavar="PATTERN=NAME", help="another scheme for matching modules"
+        "--per-layer", action="append", default=[], metavar="PATTERN=SCHEME", help="another scheme for matching modules"
     )
     parser.add_argument(
         "--recipe", action="append", default=[], metavar="NAME", help="what is done to weights besides rounding"
@@ -46,10 +47,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def _scheme(args: argparse.Namespace) -> Scheme:
-    pairs = [text.rpartition("=") for text in args.per_layer]
-    if any(not pattern for pattern, _, _ in pairs):
-        raise ConfigError("--per-layer takes PATTERN=NAME, such as 're:.*down_proj$=fp8'")
-    per_layer = {pattern: name for pattern, _, name in pairs}
+    per_layer = parse_per_layer(args.per_layer, "--per-layer")
     scheme = Scheme.preset(args.scheme, per_layer=per_layer)
     ignore = [*scheme.ignore, *(args.ignore or [])]
     static = scheme.static or (args.calibration is not None and scheme.name == "nvfp4")

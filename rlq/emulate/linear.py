@@ -77,7 +77,7 @@ class EmulatedLinear(torch.nn.Module):
     input_scale: torch.Tensor | None
     """Calibrated scale of the input as it is published, fp32 (1,); needed by a static scheme."""
     fused: "tuple[EmulatedLinear, ...]"
-    """Trainable layers that share scales with this one, itself included; see `rlq.formats.schemes.FUSED`."""
+    """Trainable layers that share scales with this one, itself included; see `rlq.formats.modules.FUSED`."""
 
     def __init__(self, linear: torch.nn.Linear, scheme: LayerScheme, *, trainable: bool = False):
         super().__init__()

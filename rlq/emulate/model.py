@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from ..formats.schemes import Scheme, fused_siblings
+from ..formats.modules import fused_siblings
+from ..formats.schemes import Scheme
 from ..publish.types import Snapshot
 from ..weights.hooks import add_cache_scales, attentions, cache_through, linears
 from ..weights.quantize import CACHE_SCALES

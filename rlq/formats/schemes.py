@@ -15,6 +15,7 @@ import torch
 
 from ..errors import ConfigError
 from .elements import BLOCKS, ELEMENTS, FORMATS, BlockFormat, Format
+from .modules import DEFAULT_IGNORE, EMBEDDINGS, check_pattern, dot_that_matches_more, matches
 
 GRANULARITIES = {
     "tensor": "one scale for the whole tensor",
@@ -95,31 +96,9 @@ class TensorScheme:
         return self.format if self.format in BLOCKS else f"{self.format}.{self.granularity}"
 
 
-# Module names, exact or `re:` patterns as in compressed-tensors' `ignore`. Heads, norms and MoE router gates are small
-# and sensitive; every recipe of the field keeps them in high precision.
-DEFAULT_IGNORE = ("lm_head", r"re:.*norm\d*$", r"re:.*\.mlp\.gate$", r"re:.*router$")
-# Two-dimensional, but looked up rather than multiplied: never quantized, whatever `ignore` says.
-EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|wpe|word_embeddings|position_embeddings|tok_embeddings)$")
-# Projections that read one input and that engines fuse into one matrix; they share every scale that spans a tensor.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Formats of cached keys and values: with a scale per token and head, computed as they enter the cache, or with one
 # calibrated scale for all keys of a layer and one for all values, as vLLM's own caches have.
 KV_CACHES = ("fp8", "int8", "int4", "fp8.tensor", "int8.tensor", "int4.tensor")
-# A dot that the writer probably meant as a dot: not escaped, and neither `.*` nor its kin unless right behind a number.
-_BARE_DOT = re.compile(r"(?<!\\)\.(?![*+?{])|(?<=\d)\.(?=[*+])")
-
-
-def matches(pattern: str, module: str) -> bool:
-    """True if a pattern (exact name, or `re:` and a regular expression matched from the start) names `module`."""
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    return pattern == module
-
-
-def fused_siblings(module: str) -> tuple[str, ...]:
-    """The modules that engines fuse with `module`, itself included; just itself if it is not one of `FUSED`."""
-    parent, dot, leaf = module.rpartition(".")
-    return next((tuple(parent + dot + name for name in group) for group in FUSED if leaf in group), (module,))
 
 
 @dataclass(frozen=True)
@@ -195,7 +174,7 @@ class Scheme:
         scheme = replace(scheme, per_layer=pairs, kv_cache=kv_cache, static=static, recipe=tuple(recipe))
         scheme = scheme if ignore is None else replace(scheme, ignore=tuple(ignore))
         for pattern in scheme._patterns():
-            _compile(pattern)
+            check_pattern(pattern)
         return scheme
 
     @property
@@ -243,13 +222,9 @@ class Scheme:
                 raise ConfigError(f"{option} pattern {pattern!r} matches no module; modules look like {modules[-1]!r}")
             if len(linears) > 1 and named.issuperset(linears):
                 raise ConfigError(f"{option} pattern {pattern!r} matches every linear; choose another scheme instead")
-            if pattern.startswith("re:"):
-                literal = "re:" + _BARE_DOT.sub(_literal_dot, pattern[3:])
-                extra = sorted(module for module in named if not matches(literal, module))
-                if extra and len(extra) < len(named):
-                    raise ConfigError(
-                        f"the dot in {option} pattern {pattern!r} also matches {extra[0]!r}; write {literal!r}"
-                    )
+            if said := dot_that_matches_more(pattern, named):
+                extra, literal = said
+                raise ConfigError(f"the dot in {option} pattern {pattern!r} also matches {extra!r}; write {literal!r}")
 
     def __str__(self) -> str:
         options = [f"{key} {value}" for key, value in self.to_dict().items() if key not in ("name", "ignore")]
@@ -287,18 +262,6 @@ def _lookup(name: str) -> Scheme:
         hint = f"did you mean {' or '.join(close)}? " if close else ""
         raise ConfigError(f"unknown scheme {name!r}; {hint}presets: {', '.join(PRESETS)}")
     return PRESETS[name]
-
-
-def _literal_dot(dot: re.Match) -> str:
-    wildcard = dot.string[dot.end() : dot.end() + 1] in ("*", "+")
-    return r"\.." if wildcard else r"\."
-
-
-def _compile(pattern: str) -> None:
-    try:
-        re.compile(pattern[3:] if pattern.startswith("re:") else "")
-    except re.error as error:
-        raise ConfigError(f"pattern {pattern!r} is not a regular expression: {error}") from None
 
 
 def _preset(name: str, weights: str | None, activations: str | None, *, static: bool = False) -> Scheme:

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from ..errors import ConfigError, SnapshotError
-from ..formats.schemes import EMBEDDINGS, LayerScheme, Scheme, TensorScheme, fused_siblings
+from ..formats.modules import EMBEDDINGS, fused_siblings
+from ..formats.schemes import LayerScheme, Scheme, TensorScheme
 from ..quantize import largest_magnitude, quantize
 from ..quantize.reference import tensor_scale
 from ..quantize.tensor import QuantizedTensor

@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlq.bridge import Guard, GuardRule, tightened
-from rlq.formats.schemes import Scheme, fused_siblings
+from rlq.formats.modules import fused_siblings
+from rlq.formats.schemes import Scheme
 from rlq.quantize import fake_quantize
 from rlq.weights.canonical import bf16_checkpoint
 

@@ -11,7 +11,8 @@ from grpo_steps import build, reference_samplers
 
 from rlq.bridge import Correction, Guard, GuardRule, correct, read_rollouts
 from rlq.errors import ConfigError
-from rlq.formats.schemes import Scheme, fused_siblings
+from rlq.formats.modules import fused_siblings
+from rlq.formats.schemes import Scheme
 from trainers.observe.batch import RewardTap
 from trainers.observe.config import ObserveConfig
 from trainers.observe.guard_actions import without_worst_modules

@@ -193,7 +193,7 @@ def test_damaged_checkpoints_are_refused_and_leave_nothing(damage, error, match,
         (["--scheme", "fp8_static"], "--calibration"),
         (["--scheme", "fp8", "--calibration", "texts.txt"], "no static scales"),
         (["--scheme", "fp8", "--ignore", "re:.*expert.*"], "matches no module"),
-        (["--scheme", "fp8", "--per-layer", "fp8"], "PATTERN=NAME"),
+        (["--scheme", "fp8", "--per-layer", "fp8"], "--per-layer takes PATTERN=SCHEME"),
         (["--scheme", "fp8", "--per-layer", "re:.*up_proj$=nvfp4"], "one fused layer"),
     ],
 )

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from rlq.errors import ConfigError, SnapshotError
-from rlq.formats.schemes import DEFAULT_IGNORE, PRESETS, LayerScheme, Scheme, TensorScheme, fused_siblings
+from rlq.formats.modules import DEFAULT_IGNORE, fused_siblings
+from rlq.formats.schemes import PRESETS, LayerScheme, Scheme, TensorScheme
 from rlq.publish import snapshot
 from rlq.quantize import QuantizedTensor
 from rlq.recipes.statistics import Statistics
