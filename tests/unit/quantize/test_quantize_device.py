@@ -18,6 +18,7 @@ import torch
 from rlq.formats.schemes import TensorScheme
 from rlq.quantize import QuantizedTensor, reference, selfcheck
 from rlq.quantize.cpu import launch as cpu
+from rlq.quantize.encoded import Encoded
 
 CHECK = Path(__file__).parents[2] / "gpu/check.py"
 SCHEMES = ["fp8.channel", "fp8.tensor", "fp8.block32x64", "int8.token", "int4.group32", "nvfp4", "mxfp4", "mxfp8"]
@@ -40,7 +41,7 @@ def test_an_exact_path_passes(name, dtype):
     assert selfcheck.first_difference(path, scheme, dtype, CPU, (44, 71)) is None
 
 
-def approximate_division(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None) -> QuantizedTensor:
+def approximate_division(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None) -> Encoded:
     """FP8 per channel as a GPU computes it when the divisor is a Python number: times its reciprocal."""
     scale = x.float().abs().amax(1, keepdim=True) * torch.tensor(1 / 448)
     scale = torch.where(scale == 0, reference.ZERO_TILE_SCALE, scale)
@@ -48,7 +49,7 @@ def approximate_division(x: torch.Tensor, scheme: TensorScheme, given: torch.Ten
     return QuantizedTensor(codes, scale, scheme, x.shape)
 
 
-def ties_away_from_zero(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None) -> QuantizedTensor:
+def ties_away_from_zero(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None) -> Encoded:
     """INT8 per tensor with the rounding of C's `round`."""
     assert given is not None
     quotient = (x.float() / given).clamp(-127, 127)
@@ -56,7 +57,7 @@ def ties_away_from_zero(x: torch.Tensor, scheme: TensorScheme, given: torch.Tens
     return QuantizedTensor(codes, given, scheme, x.shape)
 
 
-def flushed(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None) -> QuantizedTensor:
+def flushed(x: torch.Tensor, scheme: TensorScheme, given: torch.Tensor | None) -> Encoded:
     """Subnormal numbers taken for zero."""
     rows = x.float()
     return cpu.encode(torch.where(rows.abs() < reference.TINY, 0.0, rows), scheme, given)

@@ -11,6 +11,7 @@ from rlq.formats.elements import BLOCKS, ELEMENTS
 from rlq.formats.schemes import TensorScheme
 from rlq.quantize import QuantizedTensor, dispatch, fake_quantize, quantize, quantize_activations, reference
 from rlq.quantize.cpu import launch as cpu
+from rlq.quantize.encoded import Encoded
 
 SCHEMES = ["fp8.tensor", "fp8.channel", "fp8.token", "fp8.group128", "fp8.block128x128", "fp8.block32x48"]
 SCHEMES += ["fp8.group24", "fp8_e5m2.channel", "fp8_e5m2.tensor", "int8.channel", "int8.tensor", "int8.group64"]
@@ -84,7 +85,7 @@ def hard(shape: tuple[int, int], seed: int = 0, spread: int = 30) -> torch.Tenso
     return x
 
 
-def unpacked(q: QuantizedTensor) -> np.ndarray:
+def unpacked(q: Encoded) -> np.ndarray:
     rows = q.codes.reshape(math.prod(q.shape[:-1]), -1)
     return reference.unpack(rows, q.scheme.element, q.shape[-1]).numpy().astype(np.int64)
 
