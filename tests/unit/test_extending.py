@@ -6,6 +6,7 @@ import sys
 import types
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ import rlq.cli.main
 import rlq.formats.elements
 import rlq.formats.schemes
 from rlq.bridge import Correction, correct
+from rlq.errors import ConfigError, SnapshotError
 from rlq.formats.schemes import PRESETS, Scheme
-from rlq.publish import snapshot
+from rlq.publish import delta, snapshot
+from rlq.quantize import fake_quantize
 from rlq.recipes.base import RECIPES
 
 PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
@@ -27,6 +30,11 @@ BLOCKS = {block.split("\n")[0].removeprefix("# "): block for block in re.findall
 def row(where: str, scope: Mapping[str, Any]) -> Any:
     """The value of the row that goes into a table."""
     return eval(f"({BLOCKS[where]})", dict(scope))[0]
+
+
+def entry(where: str, scope: Mapping[str, Any]) -> dict:
+    """The row that goes into a table of names."""
+    return eval("{" + BLOCKS[where].partition("\n")[2] + "}", dict(scope))
 
 
 def module(file: str, monkeypatch) -> dict:
@@ -47,7 +55,7 @@ def named():
 
 def test_every_block_is_run_here():
     code = Path(__file__).read_text()
-    assert len(BLOCKS) >= 6
+    assert len(BLOCKS) >= 9
     for where in BLOCKS:
         assert f'"{where.split(", ")[0]}' in code, f"no test of the block {where}"
 
@@ -58,6 +66,34 @@ def test_a_preset(monkeypatch, named):
     snap = snapshot(named, Scheme.preset("w8a16_block"), 1)
     assert snap.tensors["model.layers.0.mlp.down_proj.weight"].dtype == torch.float8_e4m3fn
     assert snap.tensors["model.layers.0.mlp.down_proj.weight_scale"].shape == (1, 2)
+
+
+def test_an_element_format(monkeypatch):
+    elements = rlq.formats.elements
+    element = row("rlq/formats/elements.py, in ELEMENTS", vars(elements))
+    monkeypatch.setitem(elements.ELEMENTS, element.name, element)
+    names: dict[str, Any] = {"BLOCKS": elements.BLOCKS}
+    exec(BLOCKS["rlq/formats/elements.py"], names)
+    assert set(names["FORMATS"]) == {*elements.FORMATS, "int6"}
+    monkeypatch.setattr(rlq.formats.schemes, "FORMATS", names["FORMATS"])
+    x = torch.tensor([[31.0, 2.4, -1.6]])
+    assert fake_quantize(x, "int6.channel").tolist() == [[31.0, 2.0, -2.0]]
+
+
+def test_a_transport(monkeypatch, tmp_path, named):
+    made = module("samplers/transport/pickled.py", monkeypatch)
+    assert entry("samplers/transport/__init__.py, in TRANSPORTS", made) == {"pickled": made["Pickled"]}
+    settings = SimpleNamespace(sampler_transport_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match="sampler_transport_dir"):
+        made["Pickled"].check(SimpleNamespace(sampler_transport_dir=None))
+    transport = made["Pickled"].from_config(settings, {})
+    old, new = (snapshot([(n, t * f) for n, t in named], Scheme.preset("fp8"), v) for v, f in ((1, 1.0), (2, 1.5)))
+    ticket = transport.send(1, old)
+    assert ticket.open().digest == old.digest
+    assert transport.send(2, delta.encode(old, new)).open().info.digest == new.digest
+    transport.release(ticket)
+    with pytest.raises(SnapshotError, match="send the version again"):
+        ticket.open()
 
 
 def test_a_correction(monkeypatch):
@@ -71,14 +107,19 @@ def test_a_correction(monkeypatch):
 
 def test_a_recipe(monkeypatch, named):
     made = module("rlq/recipes/trim.py", monkeypatch)
-    assert eval("{" + BLOCKS["rlq/recipes/base.py, in RECIPES"].partition("\n")[2] + "}", made) == {
-        "trim": made["Trim"]
-    }
+    assert entry("rlq/recipes/base.py, in RECIPES", made) == {"trim": made["Trim"]}
     monkeypatch.setitem(RECIPES, "trim", made["Trim"])
     plain = snapshot(named, Scheme.preset("fp8_tensor"), 1)
     trimmed = snapshot(named, Scheme.preset("fp8_tensor", recipe=["trim:share=0.5"]), 1)
     scale = "model.layers.0.mlp.down_proj.weight_scale"
     assert trimmed.tensors[scale].item() == pytest.approx(0.5 * plain.tensors[scale].item(), rel=0.01)
+
+
+def test_a_metric(monkeypatch):
+    made = module("my_rewards.py", monkeypatch)
+    logged: dict[str, float] = {}
+    assert made["sorted_and_short"](["12", "9876"], ["12", "6789"], log_metric=logged.__setitem__) == [1.0, 0.0]
+    assert logged == {"rlq/rollout/mean_length": 3.0}
 
 
 def test_a_subcommand(monkeypatch, tmp_path, capsys):
