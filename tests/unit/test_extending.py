@@ -29,12 +29,7 @@ BLOCKS = {block.split("\n")[0].removeprefix("# "): block for block in re.findall
 
 def row(where: str, scope: Mapping[str, Any]) -> Any:
     """The value of the row that goes into a table."""
-    return eval(f"({BLOCKS[where]})", dict(scope))[0]
-
-
-def entry(where: str, scope: Mapping[str, Any]) -> dict:
-    """The row that goes into a table of names."""
-    return eval("{" + BLOCKS[where].partition("\n")[2] + "}", dict(scope))
+    return eval(BLOCKS[where].partition("\n")[2], dict(scope))
 
 
 def module(file: str, monkeypatch) -> dict:
@@ -82,7 +77,7 @@ def test_an_element_format(monkeypatch):
 
 def test_a_transport(monkeypatch, tmp_path, named):
     made = module("samplers/transport/pickled.py", monkeypatch)
-    assert entry("samplers/transport/__init__.py, in TRANSPORTS", made) == {"pickled": made["Pickled"]}
+    assert row("samplers/transport/__init__.py, in TRANSPORTS", made) == {"pickled": made["Pickled"]}
     settings = SimpleNamespace(sampler_transport_dir=str(tmp_path))
     with pytest.raises(ConfigError, match="sampler_transport_dir"):
         made["Pickled"].check(SimpleNamespace(sampler_transport_dir=None))
@@ -107,7 +102,7 @@ def test_a_correction(monkeypatch):
 
 def test_a_recipe(monkeypatch, named):
     made = module("rlq/recipes/trim.py", monkeypatch)
-    assert entry("rlq/recipes/base.py, in RECIPES", made) == {"trim": made["Trim"]}
+    assert row("rlq/recipes/base.py, in RECIPES", made) == {"trim": made["Trim"]}
     monkeypatch.setitem(RECIPES, "trim", made["Trim"])
     plain = snapshot(named, Scheme.preset("fp8_tensor"), 1)
     trimmed = snapshot(named, Scheme.preset("fp8_tensor", recipe=["trim:share=0.5"]), 1)
