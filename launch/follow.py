@@ -9,14 +9,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from rlq import progress_line
+from rlq.metrics import METRICS
 
 RUN_DIR_PREFIX = "run_dir="
 # key of the step line, label, how it is shown
 SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("reward", "reward", "{:.3f}".format),
-    ("rlq/sampler_kl_k3", "k3", "{:.1e}".format),
-    ("rlq/clip_frac_high", "clip", "{:.2%}".format),
-    ("rlq/rollout/tokens_per_s", "tok/s", "{:,.0f}".format),
+    *((m.key, m.progress[0], f"{{:{m.progress[1]}}}".format) for m in METRICS.values() if m.progress),
     ("eta_s", "eta", lambda seconds: f"{int(seconds) // 60}:{int(seconds) % 60:02d}"),
 )
 # Ray writes these into the job's log before the job does.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ..errors import ConfigError
+from ..metrics import METRICS
 from .correction.correction import Correction
 
 Action = Literal["warn", "tighten", "promote_layers", "fallback_bf16", "stop", "recovered"]
@@ -80,19 +81,20 @@ class GuardRule:
         return value <= self.recover_at if self.when == "above" else value >= self.recover_at
 
 
-DEFAULT_RULES = (
-    GuardRule("sampler_kl_k3", 0.01, ("warn", "tighten", "promote_layers", "fallback_bf16"), recover=0.005),
-    GuardRule("sampler_kl_k3", 0.1, ("fallback_bf16", "stop"), patience=2, recover=0.01),
-    GuardRule("ess_token", 0.8, ("warn", "tighten"), when="below"),
-    GuardRule("ess_token", 0.3, ("fallback_bf16", "stop"), when="below", patience=2, recover=0.8),
-    GuardRule("clip_frac_high", 0.02, ("warn", "promote_layers")),
-    GuardRule("kept_token_frac", 0.5, ("warn", "stop"), when="below", recover=0.8),
-    GuardRule("nonfinite_tokens", 0.0, ("warn", "stop"), patience=3, recover=0.0),
-    GuardRule("sync/version_lag", 4.0, ("warn", "stop"), patience=2, recover=1.0),
+DEFAULT_RULES = tuple(
+    GuardRule(
+        metric.name,
+        limit.value,
+        limit.actions,  # pyright: ignore[reportArgumentType]  (texts that GuardRule checks)
+        when="below" if metric.direction == "higher" else "above",
+        patience=limit.patience,
+        recover=limit.recover,
+    )
+    for metric in METRICS.values()
+    for limit in metric.limits
 )
-"""Reported values behind the limits: a bf16 sampler has k3 near 1e-4 and a healthy one stays below 1e-3; FP8 runs lie
-between 2e-3 and 6e-2, growing over training before they collapse; token probabilities off by more than 1 to 2 percent
-on average count as a problem. So: ten times healthy warns, a hundred times healthy leaves quantization."""
+"""The limits of the metric catalogue. k3 warns above 1e-2: a small FP8 model stays below 1e-3, a deep one has a floor
+of up to 1e-2 (`rlq.metrics.METRICS` says where the numbers come from); at 0.1 quantization is left."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from rlq.metrics import METRICS
+
 from . import records
 from .progress import Progress
 
@@ -48,20 +50,7 @@ class RunRecorder(TrainerCallback):
             self.progress.close()
 
 
-SUMMARY_ROWS: tuple[tuple[str, str], ...] = (
-    ("reward", "reward"),
-    ("sampling accuracy", "rlq/rollout/accuracy"),
-    ("sampler KL k3 (nats/token)", "rlq/sampler_kl_k3"),
-    ("mean |log ratio|", "rlq/logratio_abs_mean"),
-    ("clipped above (tokens)", "rlq/clip_frac_high"),
-    ("vetoed (sequences)", "rlq/veto_seq_frac"),
-    ("effective sample size, tokens", "rlq/ess_token"),
-    ("effective sample size, sequences", "rlq/ess_seq"),
-    ("tokens per second", "rlq/rollout/tokens_per_s"),
-    ("published bytes", "rlq/sync/bytes"),
-    ("install (s)", "rlq/sync/install_s"),
-    ("step (s)", "step_time"),
-)
+SUMMARY_ROWS = tuple((label, key) for (_, label), key in sorted((m.row, m.key) for m in METRICS.values() if m.row))
 """Label and metric of each row of the closing table."""
 
 WINDOW = 5  # steps averaged at either end

@@ -4,18 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-PANELS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
-    ("reward", "mean reward", ("reward",), "linear"),
-    ("sampler KL (k3)", "nats per token", ("rlq/sampler_kl_k3",), "log"),
-    (
-        "clipped or dropped",
-        "fraction of tokens",
-        ("rlq/clip_frac_high", "rlq/clip_frac_low", "rlq/mask_frac", "rlq/veto_seq_frac"),
-        "linear",
-    ),
-    ("effective sample size", "fraction", ("rlq/ess_token", "rlq/ess_seq"), "linear"),
-    ("version lag", "optimizer steps", ("rlq/sync/version_lag",), "linear"),
-    ("step time", "seconds", ("step_time", "rlq/time/generate_s", "rlq/sync/install_s"), "log"),
+from rlq import metrics
+
+PANELS = tuple(
+    (title, panel.unit, tuple(m.key for m in metrics.METRICS.values() if m.panel == title), panel.scale)
+    for title, panel in metrics.PANELS.items()
 )
 """Title, unit of the y axis, metrics, scale of the y axis."""
 
@@ -31,13 +24,13 @@ def plot_curves(runs: Mapping[str, Sequence[dict[str, Any]]], path: Path) -> Non
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(2, 3, figsize=(15, 7.5), constrained_layout=True)
-    for axis, (title, unit, metrics, scale) in zip(axes.flat, PANELS, strict=True):
-        for label, color, metric, records in _lines(runs, metrics):
+    for axis, (title, unit, shown, scale) in zip(axes.flat, PANELS, strict=True):
+        for label, color, metric, records in _lines(runs, shown):
             points = [(r["step"], r[metric]) for r in records if r.get(metric) is not None]
             if points and not (scale == "log" and max(y for _, y in points) <= 0):
                 axis.plot(*zip(*points, strict=True), label=label, color=color, linewidth=1.3, alpha=0.8)
         axis.set(title=title, ylabel=unit, xlabel="step", yscale=scale)
-        if title in ("clipped or dropped", "version lag"):
+        if metrics.PANELS[title].from_zero:
             axis.set_ylim(bottom=0, top=max(axis.get_ylim()[1], 1e-3))
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[1]:
@@ -47,17 +40,17 @@ def plot_curves(runs: Mapping[str, Sequence[dict[str, Any]]], path: Path) -> Non
 
 
 def _lines(
-    runs: Mapping[str, Sequence[dict[str, Any]]], metrics: tuple[str, ...]
+    runs: Mapping[str, Sequence[dict[str, Any]]], shown: tuple[str, ...]
 ) -> Iterator[tuple[str | None, str | None, str, Sequence[dict[str, Any]]]]:
     """Label, colour, metric and records of each line of a panel."""
     if len(runs) == 1:
         ((_, records),) = runs.items()
-        for metric in metrics:
-            yield metric if len(metrics) > 1 else None, None, metric, records
+        for metric in shown:
+            yield metric if len(shown) > 1 else None, None, metric, records
         return
     arms: dict[str, str] = {}
     for run, records in runs.items():
         arm = run.split()[0]
         first = arm not in arms
         color = arms.setdefault(arm, f"C{len(arms)}")
-        yield arm if first else None, color, metrics[0], records
+        yield arm if first else None, color, shown[0], records

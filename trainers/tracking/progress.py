@@ -8,13 +8,9 @@ from typing import Any
 from rich import progress
 
 from rlq import progress_line
+from rlq.metrics import METRICS
 
-SHOWN = {
-    "reward": "reward",
-    "rlq/sampler_kl_k3": "k3",
-    "rlq/clip_frac_high": "clip",
-    "rlq/rollout/tokens_per_s": "tok/s",
-}
+SHOWN = {m.key: m.progress[0] for m in METRICS.values() if m.progress}
 """Metric name to its label in the bar."""
 
 

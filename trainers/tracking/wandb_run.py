@@ -6,24 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from rlq.environment import wandb_mode
+from rlq.metrics import METRICS
 
 logger = logging.getLogger(__name__)
 
-SUMMARIES: tuple[tuple[str, str], ...] = (
-    ("train/reward", "max,last"),
-    ("train/rlq/rollout/accuracy", "max,last"),
-    ("train/rlq/sampler_kl_k1", "max,last"),
-    ("train/rlq/sampler_kl_k3", "max,last"),
-    ("train/rlq/ess_seq", "min,last"),
-    ("train/rlq/ess_token", "min,last"),
-    ("train/rlq/clip_frac_high", "max,last"),
-    ("train/rlq/clip_frac_low", "max,last"),
-    ("train/rlq/kept_token_frac", "min,last"),
-    ("train/rlq/nonfinite_tokens", "max"),
-    ("train/rlq/sync/version_lag", "max,last"),
-    ("train/rlq/sync/install_s", "max,last"),
-    ("train/rlq/rollout/tokens_per_s", "min,last"),
-)
+SUMMARIES = tuple((f"train/{m.key}", m.summary) for m in METRICS.values() if m.summary)
 """Metric and the summaries that the run table shows for it; the default view draws one panel per metric."""
 
 INIT_TIMEOUT_S = 30

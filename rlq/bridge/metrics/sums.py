@@ -10,43 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...metrics import BRIDGE, METRICS
 from ..ratio import MAX_LOG_RATIO
 from ..reduce import Reducer
 from .histogram import quantiles
 
-METRIC_NAMES = (
-    "sampler_kl_k1",
-    "sampler_kl_k2",
-    "sampler_kl_k3",
-    "logratio_abs_mean",
-    "logratio_abs_max",
-    "ratio_mean",
-    "ratio_min",
-    "ratio_max",
-    "ratio_p01",
-    "ratio_p99",
-    "ess_token",
-    "ess_seq",
-    "chi2_token",
-    "chi2_seq",
-    "ppl_ratio",
-    "prob_diff_mean",
-    "prob_diff_max",
-    "weight_mean",
-    "weight_min",
-    "weight_max",
-    "clip_frac_high",
-    "clip_frac_low",
-    "mask_frac",
-    "reject_seq_frac",
-    "veto_seq_frac",
-    "kept_token_frac",
-    "ess_applied",
-    "nonfinite_tokens",
-    "tokens",
-    "bounded_tokens",
-    "bounded_seqs",
-)
+METRIC_NAMES = tuple(m.name for m in METRICS.values() if m.section in BRIDGE)
 """Names without the `rlq/` prefix. The last three are counts: finite tokens, tokens and sequences whose log ratio
 lies beyond the bound of the exponent (a sequence ratio of exp(-120) is 0 in fp32; `bounded_seqs` counts it).
 
