@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from .emulate.probe import Probe
+from .emulate.probe import ScoreCheck
 from .errors import ConfigError, SamplerError
 from .formats.schemes import Scheme
 from .publish.types import Snapshot
@@ -121,7 +121,7 @@ class Sampler(Protocol):
         """Begin to send the version that is installed next, if that can be done while another one is served."""
         ...
 
-    def install(self, snap: Snapshot, probe: Probe | None = None) -> InstallReport:
+    def install(self, snap: Snapshot, probe: ScoreCheck | None = None) -> InstallReport:
         """Serve `snap` from now on, or raise and keep serving what was served before.
 
         No rollout of it is returned before the engine's tensors and its scores of the probe have been compared.

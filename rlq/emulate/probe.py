@@ -2,12 +2,25 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ..errors import SamplerError
 from .scores import token_logprobs
+
+
+class ScoreCheck(Protocol):
+    """What a sampler is asked and how its answer is judged."""
+
+    @property
+    def prompts(self) -> tuple[tuple[int, ...], ...]:
+        """Token ids to score."""
+        ...
+
+    def check(self, scores: Sequence[tuple[float, ...]]) -> float:
+        """Mean difference in nats; SamplerError if it is too large. May wait for the scores to compare with."""
+        ...
 
 
 @dataclass(frozen=True)

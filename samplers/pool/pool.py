@@ -18,7 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from rlq.emulate.probe import Probe
+from rlq.emulate.probe import ScoreCheck
 from rlq.errors import SamplerError, SnapshotError
 from rlq.formats.schemes import Scheme
 from rlq.publish import Snapshot, delta
@@ -86,7 +86,7 @@ class SamplerPool:
         self._whole_ticket: Ticket | None = None  # the same, where samplers can fetch it, if somebody needed it whole
         self._old_tickets: list[Ticket] = []
         self._since_whole = 0
-        self._probe: Probe | None = None
+        self._probe: ScoreCheck | None = None
         self.proof: dict[str, float] = {}
         self._ahead: Shipment | None = None
         self._fleet = Fleet(factory, args, scheme, options)
@@ -122,7 +122,7 @@ class SamplerPool:
         blob = delta.encode(self._snapshot, snap)
         return blob if len(blob) < snap.nbytes else None
 
-    def install(self, snap: Snapshot, probe: Probe | None = None) -> InstallReport:
+    def install(self, snap: Snapshot, probe: ScoreCheck | None = None) -> InstallReport:
         """Serve `snap`; no actor serves it before all that can have it ready. The first call waits for the actors.
 
         What the engines read back, and how they score the probe, is looked at before their first rollouts are.

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlq.emulate.model import emulate, load_snapshot
-from rlq.emulate.probe import Probe, teacher_forced
+from rlq.emulate.probe import ScoreCheck, teacher_forced
 from rlq.emulate.scores import log_distribution, token_logprobs
 from rlq.errors import SamplerError, SnapshotError
 from rlq.formats.schemes import Scheme
@@ -52,7 +52,7 @@ class TransformersSampler:
         """Nothing to send in one process."""
 
     @torch.no_grad()
-    def install(self, snap: Snapshot, probe: Probe | None = None) -> InstallReport:
+    def install(self, snap: Snapshot, probe: ScoreCheck | None = None) -> InstallReport:
         """Serve `snap`; see `rlq.types.Sampler`."""
         if snap.scheme != self.scheme:
             raise SnapshotError(

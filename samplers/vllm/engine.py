@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rlq.emulate.probe import Probe
+from rlq.emulate.probe import ScoreCheck
 from rlq.errors import ConfigError, SamplerError, SnapshotError
 from rlq.formats.schemes import Scheme
 from rlq.publish import Snapshot, delta
@@ -117,7 +117,7 @@ class VllmSampler:
     def ship(self, snap: Snapshot) -> None:
         """Nothing to send in one process."""
 
-    def install(self, snap: Snapshot, probe: Probe | None = None) -> InstallReport:
+    def install(self, snap: Snapshot, probe: ScoreCheck | None = None) -> InstallReport:
         """Serve `snap`: `stage`, `commit`, the tensors read back, and the probe scored.
 
         Raises:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
 from rlq.bridge import Correction
-from rlq.emulate.probe import Probe
+from rlq.emulate.probe import ScoreCheck
 from rlq.formats.schemes import Scheme
 from rlq.publish import Snapshot
 from rlq.types import InstallReport, Request, Rollout, Sampling
@@ -46,7 +46,7 @@ class Edited:
     def ship(self, snap: Snapshot) -> None:
         self.sampler.ship(snap)
 
-    def install(self, snap: Snapshot, probe: Probe | None = None) -> InstallReport:
+    def install(self, snap: Snapshot, probe: ScoreCheck | None = None) -> InstallReport:
         report = self.sampler.install(snap, probe)
         self.proof = self.sampler.proof
         self.digest = snap.digest

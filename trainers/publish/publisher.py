@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlq.emulate.probe import Probe
+from rlq.emulate.probe import ScoreCheck
 from rlq.errors import SamplerError
 from rlq.formats.schemes import Scheme
 from rlq.publish import Snapshot, snapshot
@@ -71,7 +71,7 @@ class Publisher:
     def __init__(self, learner: Learner, samplers: Sampler | None):
         self.learner = learner
         self.samplers = samplers
-        self._canary = Canary(learner)
+        self.canary = Canary(learner)
 
     def collect(self) -> Weights:
         """Gather the learner's weights and the statistics that the samplers' scheme asks for."""
@@ -88,14 +88,7 @@ class Publisher:
         self._served.ship(snap)  # beside the canary, and beside what is being sampled
         return Shipped(snap, quantize_s)
 
-    def probe(self, shipped: Shipped) -> Probe | None:
-        """Score the canary's prompts."""
-        start = time.perf_counter()
-        probe = self._canary.probe(shipped.snap)
-        self.learner.log_rlq({"time/canary_s": time.perf_counter() - start})
-        return probe
-
-    def install(self, shipped: Shipped, probe: Probe | None) -> dict[str, float]:
+    def install(self, shipped: Shipped, probe: ScoreCheck | None) -> dict[str, float]:
         """Let the samplers switch to the version.
 
         Returns:

@@ -19,7 +19,7 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
-from rlq.emulate.probe import Probe
+from rlq.emulate.probe import ScoreCheck
 from rlq.errors import SamplerError
 from rlq.formats.schemes import Scheme
 from rlq.types import Request, Rollout, Sampler, Sampling
@@ -111,11 +111,11 @@ class SamplerGeneration:
         shipped = self.publisher.ship(weights)
         if self._aborts and self.version not in (None, weights.version):
             self._samplers.interrupt(self.version)
-        self._install = self._worker.submit(self._installed, shipped, self.publisher.probe(shipped))
+        self._install = self._worker.submit(self._installed, shipped, self.publisher.canary.probe(shipped.snap))
         if not self.learner.args.async_steps:
             self._finish_install()
 
-    def _installed(self, shipped: Shipped, probe: Probe | None) -> dict[str, float]:
+    def _installed(self, shipped: Shipped, probe: ScoreCheck | None) -> dict[str, float]:
         try:
             metrics = self.publisher.install(shipped, probe)
         except Exception as error:
@@ -141,6 +141,7 @@ class SamplerGeneration:
     def close(self) -> None:
         """Forget what was asked for ahead; waits for what is being sampled, so that the samplers can be closed."""
         self._worker.shutdown(wait=True, cancel_futures=True)
+        self.publisher.canary.close()
 
     def generate(
         self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None
@@ -227,6 +228,7 @@ class SamplerGeneration:
             self._finish_install()  # its error says more than that of the batch behind it
         rollouts, seconds, proof = ordered.batch.done.result()
         waited = time.perf_counter() - start
+        self.publisher.canary.log(wait=not self.learner.args.async_steps)
         tokens = sum(len(r.token_ids) for r in rollouts)
         self.learner.log_rlq(
             {"rollout/tokens_per_s": tokens / seconds, "time/generate_s": seconds, "time/wait_s": waited} | proof

@@ -1,6 +1,7 @@
 """The canary: what the learner expects of every sampler, and when it refuses one."""
 
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -33,8 +34,9 @@ def test_a_sampler_that_serves_the_version_passes_and_one_with_a_wrong_layer_doe
     trainer, _ = build(samplers, tmp_path, "fp8")
     canary, sampler = Canary(trainer), samplers["fp8"]
     snap = snapshot(trainer.model.named_parameters(), sampler.scheme, 1)
-    probe = canary.probe(snap)
-    assert probe is not None
+    pending = canary.probe(snap)
+    assert pending is not None
+    probe = pending.scored()
     assert [len(p) for p in probe.prompts] == [7, 7]
     sampler.install(snap, probe)
     assert sampler.proof["sync/canary_nats"] < 1e-5
@@ -49,7 +51,7 @@ def test_what_rounding_alone_can_do_is_tolerated(samplers, tmp_path, monkeypatch
     snaps = [snapshot(trainer.model.named_parameters(), samplers["fp8"].scheme, v) for v in range(NOISE_EVERY + 2)]
     calm = Canary(trainer).probe(snaps[1])
     assert calm is not None
-    assert 0.1 < calm.tolerance < 0.1 + 3e-3, "four layers amplify little"
+    assert 0.1 < calm.scored().tolerance < 0.1 + 3e-3, "four layers amplify little"
     embeddings = []
 
     def chaotic(model, prompts):
@@ -60,7 +62,7 @@ def test_what_rounding_alone_can_do_is_tolerated(samplers, tmp_path, monkeypatch
     canary = Canary(trainer)
     trainer.model.train()
     probes: Any = [canary.probe(snap) for snap in snaps[1:]]
-    assert [p.tolerance for p in probes] == pytest.approx([0.1 + 3 * 0.2] * len(probes))
+    assert [p.scored().tolerance for p in probes] == pytest.approx([0.1 + 3 * 0.2] * len(probes))
     assert len(embeddings) == len(probes) + 2, "measured when the copy was made, and at version 10"
     logged = trainer._metrics["train"]["rlq/sync/canary_noise_nats"]
     assert logged == pytest.approx([0.2]), "a run that resumes at version 1 has the records of one that does not"
@@ -80,8 +82,47 @@ def test_the_copy_follows_every_version_and_every_scheme(samplers, tmp_path):
         probe = canary.probe(snap)
         assert probe is not None
         samplers[scheme].install(snap, probe)
-        found.append(probe.logprobs)
+        found.append(probe.scored().logprobs)
     assert len(set(found)) == 3
+
+
+def test_scoring_that_fails_surfaces_in_the_step_that_waits_and_blames_no_sampler(samplers, tmp_path, monkeypatch):
+    def broken(model, prompts):
+        raise SamplerError("the copy is broken")
+
+    monkeypatch.setattr("trainers.publish.canary.teacher_forced", broken)
+    trainer, steps = build(samplers, tmp_path, "fp8")
+    with pytest.raises(RuntimeError, match="could not score the canary's prompts: the copy is broken") as error:
+        trainer.train()
+    assert not isinstance(error.value, SamplerError)
+    assert not steps.gradients
+    trainer.vllm_generation.close()
+
+
+def test_the_scores_are_computed_beside_the_install_and_waited_for_by_the_check(samplers, tmp_path, monkeypatch):
+    trainer, _ = build(samplers, tmp_path, "fp8")
+    sampler, snap = samplers["fp8"], snapshot(trainer.model.named_parameters(), samplers["fp8"].scheme, 1)
+    trainer.model.train()
+    go = threading.Event()
+
+    def late(model, prompts):
+        assert go.wait(30)
+        return teacher_forced(model, prompts)
+
+    monkeypatch.setattr("trainers.publish.canary.teacher_forced", late)
+    canary = Canary(trainer)
+    probe = canary.probe(snap)
+    assert probe is not None
+    assert len(probe.prompts) == 2, "engines can be asked while the copy is at work"
+    canary.log(wait=False)
+    assert "rlq/time/canary_s" not in trainer._metrics["train"]
+    sampler.install(snap)
+    answers = teacher_forced(sampler.model, probe.prompts)
+    threading.Timer(0.2, go.set).start()
+    assert probe.check(answers) < 1e-5
+    canary.log(wait=False)
+    assert len(trainer._metrics["train"]["rlq/time/canary_s"]) == 1
+    canary.close()
 
 
 def test_prompts_of_one_token_have_nothing_to_score(samplers, tmp_path):
