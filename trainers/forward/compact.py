@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 # A call with anything else (images, caches, router losses) means more than hidden states; it is left alone.
 UNDERSTOOD = {"input_ids", "attention_mask", "use_cache"}
 
-# A forward pass of fewer tokens spends its time on starting kernels.
+# In tokens; below this, launch overhead dominates a forward pass.
 WORTH_A_PASS = 1024
 
 

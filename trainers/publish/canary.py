@@ -22,9 +22,9 @@ LONGEST = 64
 NUDGE = 1e-6
 """Relative change of the embeddings, about what another order of summation makes of an fp32 sum."""
 NOISES = 3.0
-"""An engine may be so many times as far off as the nudged copy."""
+"""Tolerance in multiples of the noise measured on the nudged copy."""
 NOISE_EVERY = 10
-"""Versions between two measurements of that; one more when a copy is made."""
+"""Versions between two measurements of the noise; it is also measured when a copy is made."""
 
 
 class Canary:

@@ -36,7 +36,6 @@ class Batch:
     requests: list[Request]
     """One per prompt of all ranks."""
     sampling: Sampling
-    """How."""
     answers: dict[int, list[Rollout]] = field(default_factory=dict)
     """Seed of a request to its completions, all of them and from one version."""
     seconds: float = 0.0
@@ -78,8 +77,8 @@ class SamplerGeneration:
         """Versions that sampled the batch taken last, one per completion of all ranks, in rank order."""
         self.prompt_width = 0
         """Columns of prompts in the batch taken last, as TRL pads them."""
-        # Generate calls at this version, training and evaluation apart; part of the seeds. Apart, because an evaluation
-        # between two steps is not repeated when a run resumes there.
+        # Calls since the last publish, counted per mode (a resumed run does not repeat an evaluation); feeds
+        # `request_seed`.
         self.calls: Counter[bool] = Counter()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="rlq-samplers")
         self._install: Future | None = None
