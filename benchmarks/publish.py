@@ -70,7 +70,7 @@ class Side:
 
     def sync(self, named: dict[str, torch.Tensor], whole_every: int) -> dict[str, float]:
         """Seconds and bytes of one publish; the read-back is waited for and not counted."""
-        self.pool.options = replace(self.pool.options, whole_every=whole_every)
+        self.pool.fleet.options = replace(self.pool.fleet.options, whole_every=whole_every)
         self.version += 1
         start = time.perf_counter()
         snap: Snapshot = snapshot(named.items(), self.pool.scheme, self.version)
@@ -140,7 +140,7 @@ def receiver(pool: SamplerPool, publish: Callable[[int], dict[str, float]]) -> t
 
     Before each, glibc gives back what it keeps of freed memory, so that nothing hides in its holes.
     """
-    actor = pool._fleet.members[0].actor
+    actor = pool.fleet.members[0].actor
     place: Any = ray.get(actor.where.remote())
     found, peaks, before = [], [], 0
     for round_ in range(ROUNDS + 1):

@@ -49,7 +49,7 @@ def pool(scheme: str, factory=engine.VllmSampler) -> SamplerPool:
 
 def generate(pool: SamplerPool) -> float:
     """Seconds per generated token, measured inside the actor."""
-    answer: Any = ray.get(pool._fleet.members[0].actor.generate.remote(requests(), SAMPLING, 0, ()))
+    answer: Any = ray.get(pool.fleet.members[0].actor.generate.remote(requests(), SAMPLING, 0, ()))
     return answer.seconds / sum(len(r.token_ids) for r in answer.rollouts)
 
 

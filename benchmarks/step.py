@@ -117,7 +117,7 @@ def child(side: str, kind: str, model: str, directory: str) -> None:
         pool = SamplerPool.vllm(AutoConfig.from_pretrained(model).to_dict(), config)
         trainer = QuantGRPOTrainer(args=QuantGRPOConfig(**common, async_steps=ahead), samplers=pool, **rest)
         if pinned:
-            place: Any = ray.get(pool._fleet.members[0].actor.where.remote())
+            place: Any = ray.get(pool.fleet.members[0].actor.where.remote())
             pin(os.getpid(), 0)
             pin(place.pid, 1)
     trainer.remove_callback(PrinterCallback)

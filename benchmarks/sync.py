@@ -44,7 +44,7 @@ def main() -> None:
         )
         installs.append(seconds(lambda s=snaps: pool.install(s[0])))
         if version in (5, PUBLISHES):
-            for member in pool._fleet.members:
+            for member in pool.fleet.members:
                 place: Any = ray.get(member.actor.where.remote())
                 pids[f"actor {member.index}"] = place.pid
             memory[version] = {name: resident_mib(pid) for name, pid in pids.items()}

@@ -19,9 +19,10 @@ from rlq.formats.schemes import Scheme
 from rlq.publish import Snapshot, snapshot, tensor_digest
 from rlq.types import Request, Sampling
 from samplers.options import PoolOptions, SamplerConfig
-from samplers.pool import pool as pool_module
+from samplers.pool import calls
+from samplers.pool.dispatch import split_evenly
 from samplers.pool.fleet import FLAPS, REST, check_capacity
-from samplers.pool.pool import SamplerPool, split_evenly
+from samplers.pool.pool import SamplerPool
 from samplers.testing.scripted import Script, ScriptedEngine
 from samplers.transport import TRANSPORTS
 from samplers.transport.directory import read_version
@@ -118,7 +119,7 @@ def test_an_actor_that_dies_while_starting_is_replaced(tmp_path, caplog):
     pool.install(snap(1))
     assert tokens(pool.generate(REQUESTS, SAMPLING, version=1)) == EXPECTED
     assert "failed while starting" in caplog.text
-    assert pool._fleet.restarts == 1
+    assert pool.fleet.restarts == 1
     pool.close()
 
 
@@ -145,13 +146,13 @@ def test_after_a_switch_the_pool_serves_the_other_scheme_only():
 def test_an_actor_killed_while_generating_is_replaced_and_nothing_is_lost(caplog):
     pool = make_pool(call_s=1.5)
     pool.install(snap(1))
-    place: Any = ray.get(pool._fleet.members[0].actor.where.remote())
+    place: Any = ray.get(pool.fleet.members[0].actor.where.remote())
     victim = place.pid
     threading.Timer(0.5, os.kill, (victim, signal.SIGKILL)).start()
     start = time.monotonic()
     assert tokens(pool.generate(REQUESTS, SAMPLING, version=1)) == EXPECTED
     assert time.monotonic() - start > 1.5, "the kill must have landed inside the call"
-    assert pool._fleet.restarts == 1
+    assert pool.fleet.restarts == 1
     assert f"sampler 0 (pid {victim}" in caplog.text
     assert "failed while generating with version 1" in caplog.text
     pool.close()
@@ -177,7 +178,7 @@ def test_an_engine_that_serves_something_else_is_installed_again(fault, phase, t
         assert tokens(pool.generate(REQUESTS, SAMPLING, version=version)) == EXPECTED
     assert "is installed again" in caplog.text
     assert ("reads back as" if fault == "corrupt" else "the canary is 1 nats per token off") in caplog.text
-    assert pool._fleet.restarts == 0
+    assert pool.fleet.restarts == 0
     pool.close()
 
 
@@ -202,8 +203,8 @@ def test_a_version_is_shipped_while_the_one_before_is_being_sampled():
     time.sleep(0.3)
     two = snap(2)
     pool.ship(two)
-    assert pool._ahead is not None
-    done, _ = ray.wait(list(pool._ahead.staging), num_returns=2, timeout=30)
+    assert pool.shipping.ahead is not None
+    done, _ = ray.wait(list(pool.shipping.ahead.staging), num_returns=2, timeout=30)
     assert len(done) == 2
     assert sampling.is_alive(), "both hold version 2 while version 1 is being sampled"
     sampling.join()
@@ -226,8 +227,8 @@ def test_interrupted_sampling_returns_whole_groups_once_the_next_version_is_ther
     pool.interrupt(1)
     sampling.join()
     assert time.perf_counter() - start < 3.0
-    assert pool._ahead is not None
-    done, _ = ray.wait(list(pool._ahead.staging), num_returns=2, timeout=0)
+    assert pool.shipping.ahead is not None
+    done, _ = ray.wait(list(pool.shipping.ahead.staging), num_returns=2, timeout=0)
     assert len(done) == 2, "both actors were ready for version 2 before they stopped"
     assert 0 < len(batch) < len(EXPECTED)
     assert len(batch) % 2 == 0
@@ -253,11 +254,11 @@ def test_every_transport_carries_whole_versions_and_deltas_and_serves_late_sampl
         assert report.digest == now.digest
         assert tokens(pool.generate(REQUESTS, SAMPLING, version=version)) == EXPECTED
     assert shipped[0] == shipped[3] == snap(1).nbytes
-    assert pool._fleet.restarts == 1
+    assert pool.fleet.restarts == 1
     if name == "directory":
         assert read_version(tmp_path, 6).digest == now.digest
     if name == "shared_memory":
-        while sum(m.serves == 6 for m in pool._fleet.members) < 2:  # who is joining may still be reading
+        while sum(m.serves == 6 for m in pool.fleet.members) < 2:  # who is joining may still be reading
             assert tokens(pool.generate(REQUESTS, SAMPLING, version=6)) == EXPECTED
         pool.install(snap(7, 3.0))
         assert len(list(way._folder.iterdir())) <= 2, "old versions are freed"
@@ -295,7 +296,7 @@ def test_an_object_store_that_others_have_filled_is_waited_for_and_nothing_crash
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(pool_module, "SLOW_S", 1.0)
+    monkeypatch.setattr(calls, "SLOW_S", 1.0)
 
 
 def test_requests_of_an_actor_that_hangs_move_on_and_nothing_is_doubled(impatient, tmp_path, caplog):
@@ -307,10 +308,10 @@ def test_requests_of_an_actor_that_hangs_move_on_and_nothing_is_doubled(impatien
     assert "another one takes it too" in caplog.text
     assert tokens(pool.generate(REQUESTS, SAMPLING, version=1)) == EXPECTED  # on the other actor alone
     pool.install(snap(2))
-    while sum(m.serves == 2 for m in pool._fleet.members) < 2:  # the slow one catches up
+    while sum(m.serves == 2 for m in pool.fleet.members) < 2:  # the slow one catches up
         assert tokens(pool.generate(REQUESTS, SAMPLING, version=2)) == EXPECTED
         time.sleep(0.2)
-    assert pool._fleet.restarts == 0
+    assert pool.fleet.restarts == 0
     pool.close()
 
 
@@ -323,7 +324,7 @@ def test_an_actor_that_hangs_while_receiving_is_left_behind_and_catches_up(impat
     assert time.monotonic() - start < 30
     assert "going on without it until it has caught up" in caplog.text
     deadline = time.monotonic() + 30
-    while sum(m.serves == 2 for m in pool._fleet.members) < 2:
+    while sum(m.serves == 2 for m in pool.fleet.members) < 2:
         assert tokens(pool.generate(REQUESTS, SAMPLING, version=2)) == EXPECTED
         assert time.monotonic() < deadline
     pool.close()
@@ -332,7 +333,7 @@ def test_an_actor_that_hangs_while_receiving_is_left_behind_and_catches_up(impat
 def test_an_actor_that_fails_again_and_again_rests_and_the_others_go_on(caplog):
     pool = make_pool(restarts=9)
     pool.install(snap(1))
-    flapping = pool._fleet.members[0]
+    flapping = pool.fleet.members[0]
     for count in range(1, FLAPS + 1):
         place: Any = ray.get(flapping.actor.where.remote())
         os.kill(place.pid, signal.SIGKILL)
@@ -340,10 +341,10 @@ def test_an_actor_that_fails_again_and_again_rests_and_the_others_go_on(caplog):
             assert tokens(pool.generate(REQUESTS, SAMPLING, version=1)) == EXPECTED
     assert "times in a row, going on without it for 10 versions" in caplog.text
     for version in range(2, 2 + REST):
-        assert len(pool._fleet.members) == 1
+        assert len(pool.fleet.members) == 1
         pool.install(snap(version))
         assert tokens(pool.generate(REQUESTS, SAMPLING, version=version)) == EXPECTED
-    assert flapping in pool._fleet.members, "it is tried again"
+    assert flapping in pool.fleet.members, "it is tried again"
     pool.close()
 
 
@@ -351,7 +352,7 @@ def test_actors_join_and_leave_between_batches(pool):
     pool.install(snap(1))
     pool.resize(3)
     assert tokens(pool.generate(REQUESTS, SAMPLING, version=1)) == EXPECTED
-    while sum(m.serves == 1 for m in pool._fleet.members) < 3:
+    while sum(m.serves == 1 for m in pool.fleet.members) < 3:
         pool.generate(REQUESTS, SAMPLING, version=1)
     pool.resize(1)
     assert tokens(pool.generate(REQUESTS, SAMPLING, version=1)) == EXPECTED
@@ -385,7 +386,7 @@ def test_an_actor_that_cannot_start_names_its_own_error():
 
 def test_a_pool_that_never_answers_is_given_up():
     pool = make_pool(count=1, call_s=30)
-    pool.options = replace(pool.options, call_timeout_s=1)
+    pool.fleet.options = replace(pool.fleet.options, call_timeout_s=1)
     pool.install(snap(1))
     with pytest.raises(SamplerError, match="no sampler answered within 1 s"):
         pool.generate(REQUESTS, SAMPLING, version=1)

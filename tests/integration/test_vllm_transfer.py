@@ -279,7 +279,7 @@ def test_versions_and_deltas_reach_a_pool_through_deaths_and_losses(backend, fac
         while True:
             rollouts = pool.generate(REQUESTS, SAMPLING, version=version)
             assert [tuple(r.token_ids.tolist()) for r in rollouts] == EXPECTED
-            if version < 6 or sum(m.serves == version for m in pool._fleet.members) == 2:
+            if version < 6 or sum(m.serves == version for m in pool.fleet.members) == 2:
                 break  # the fresh actor has caught up, through the object store
         groups.append(way._client)
     assert groups[0] is groups[1] is groups[2]
@@ -287,7 +287,7 @@ def test_versions_and_deltas_reach_a_pool_through_deaths_and_losses(backend, fac
     assert groups[-1] is not None
     assert len(groups[-1].actors) == 2
     assert sizes[0] == sizes[3] == snap(1).nbytes
-    assert pool._fleet.restarts == 1
+    assert pool.fleet.restarts == 1
     monkeypatch.setattr(backend.StoreTrainer, "lose", "0")
     assert pool.install(snap(9)).digest == snap(9).digest
     assert "needs version 9 whole: " in caplog.text

@@ -43,9 +43,9 @@ def main() -> None:
     pool = SamplerPool(ScriptedEngine, (Script(specs=snap(0).specs, call_s=2.0),), Scheme.preset("fp8"), options)
     pool.install(snap(1))
     before = tokens(pool, 1)
-    homes = [m.where.node for m in pool._fleet.members if m.where]
+    homes = [m.where.node for m in pool.fleet.members if m.where]
     found["actors per node"] = sorted(homes.count(node) for node in set(homes))
-    ticket = pool._whole_ticket
+    ticket = pool.shipping.outbox.whole_ticket
     assert isinstance(ticket, StoreTicket)
     found["nodes with a copy of the weights"] = len(
         set(get_object_locations(list(ticket.refs))[ticket.refs[0]]["node_ids"])
@@ -56,13 +56,13 @@ def main() -> None:
     found["a batch during which a node is lost is complete"] = tokens(pool, 1) == before
     pool.install(snap(2))
     found["versions go on with the rest"] = tokens(pool, 2) == before
-    found["actors that serve"] = sum(m.serves == 2 for m in pool._fleet.members)
-    found["restarts counted"] = pool._fleet.restarts
+    found["actors that serve"] = sum(m.serves == 2 for m in pool.fleet.members)
+    found["restarts counted"] = pool.fleet.restarts
     cluster.add_node(num_cpus=2, object_store_memory=STORE)
     deadline = time.monotonic() + 120
-    while sum(m.serves == 2 for m in pool._fleet.members) < 4 and time.monotonic() < deadline:
+    while sum(m.serves == 2 for m in pool.fleet.members) < 4 and time.monotonic() < deadline:
         tokens(pool, 2)
-    found["actors that serve on the new node too"] = sum(m.serves == 2 for m in pool._fleet.members)
+    found["actors that serve on the new node too"] = sum(m.serves == 2 for m in pool.fleet.members)
     pool.close()
     ray.shutdown()
     cluster.shutdown()

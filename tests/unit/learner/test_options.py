@@ -10,8 +10,8 @@ from rlq.errors import ConfigError, RlqError, SamplerError, SnapshotError
 from rlq.formats.schemes import Scheme
 from rlq.types import Request
 from samplers.options import EngineOptions, SamplerConfig
+from samplers.pool.dispatch import split_evenly
 from samplers.pool.fleet import check_capacity
-from samplers.pool.pool import split_evenly
 from trainers.options import REQUIRED, QuantGRPOConfig
 
 # A value of each refused setting that somebody might well pass.
