@@ -113,9 +113,12 @@ class Sampler(Protocol):
 
     scheme: Scheme
     """Model scheme that it serves; snapshots of another one are refused."""
-    proof: dict[str, float]
-    """What engines proved since the last install: `sync/proven_samplers` that read back what was published, and the
-    largest `sync/canary_nats` among them."""
+
+    @property
+    def proof(self) -> dict[str, float]:
+        """What engines proved since the last install: `sync/proven_samplers` that read back what was published, and the
+        largest `sync/canary_nats` among them."""
+        ...
 
     def ship(self, snap: Snapshot) -> None:
         """Begin to send the version that is installed next, if that can be done while another one is served."""

@@ -11,6 +11,7 @@ import pytest
 import ray
 import torch
 import toy_transport
+from ray import cloudpickle
 from toy_transport import FilePerVersion
 
 from rlq.emulate.probe import Probe
@@ -268,7 +269,7 @@ def test_every_transport_carries_whole_versions_and_deltas_and_serves_late_sampl
 def test_a_transport_is_added_by_a_class_and_a_row(tmp_path, monkeypatch):
     """The class is `toy_transport.FilePerVersion`; it has a check and an end that the actors host."""
     monkeypatch.setitem(TRANSPORTS, "toy", FilePerVersion)
-    ray.cloudpickle.register_pickle_by_value(toy_transport)  # actors do not have the tests' folder on their path
+    cloudpickle.register_pickle_by_value(toy_transport)  # actors do not have the tests' folder on their path
     with pytest.raises(ConfigError, match="toy needs sampler_transport_dir"):
         SamplerConfig(sampler_transport="toy")
     way: Any = SamplerConfig(sampler_transport="toy", sampler_transport_dir=str(tmp_path)).transport({})
