@@ -70,7 +70,7 @@ def main() -> None:
     for each in pools.values():
         each.install(snapshot(model.named_parameters(), each.scheme, 0))
     stock = pool("bf16", StockVllm)
-    ray.get(stock._fleet.members[0].actor.where.remote())
+    ray.get(stock.fleet.members[0].actor.where.remote())
     sides = {name: (lambda p=p: generate(p)) for name, p in (*pools.items(), ("vllm", stock))}
     times = interleave(sides, ROUNDS)
     references = {}
