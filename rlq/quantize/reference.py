@@ -217,9 +217,10 @@ def _round(quotient: torch.Tensor, element: Format) -> torch.Tensor:
     quotient = quotient.clamp(-element.max_finite, element.max_finite)
     if element.kind == "int":
         return (quotient.round_().nan_to_num_() + element.bias).to(torch.int8).view(torch.uint8)
-    if element.bits == 8:
+    if element.dtype.is_floating_point:
         return quotient.to(element.dtype).view(torch.uint8)
     positive = values_on(element, quotient.device)[: 1 << element.bits - 1]
+    positive = positive[positive <= element.max_finite]  # codes of NaN and infinity lie above
     middles = (positive[1:] + positive[:-1]) / 2
     magnitude = quotient.abs().contiguous()
     low, high = (torch.bucketize(magnitude, middles, right=right, out_int32=True) for right in (False, True))
