@@ -80,7 +80,7 @@ def test_a_version_is_served_exactly_whatever_came_before(fp8):
 
 def test_deltas_leave_the_engine_with_exactly_the_published_version(fp8, monkeypatch):
     """Ten versions, every fifth whole; afterwards it samples what an engine samples that got the last one whole."""
-    monkeypatch.setattr(fp8, "options", replace(fp8.options, whole_every=5))
+    monkeypatch.setattr(fp8.fleet, "options", replace(fp8.fleet.options, whole_every=5))
     model, small = learner(), 0
     for version in range(10):
         with torch.no_grad():
@@ -93,7 +93,7 @@ def test_deltas_leave_the_engine_with_exactly_the_published_version(fp8, monkeyp
         small += report.shipped_bytes < snap.nbytes
     assert small == 8, "versions 0 and 5 travel whole"
     after = fp8.generate(requests(), SAMPLING, version=9)
-    monkeypatch.setattr(fp8, "options", replace(fp8.options, whole_every=1))
+    monkeypatch.setattr(fp8.fleet, "options", replace(fp8.fleet.options, whole_every=1))
     assert fp8.install(snapshot(model.named_parameters(), fp8.scheme, 9)).shipped_bytes == snap.nbytes
     assert fp8.generate(requests(), SAMPLING, version=9) == after
 
@@ -128,7 +128,8 @@ def test_a_delta_that_does_not_fit_is_refused_and_the_version_travels_whole(fp8,
     fp8.install(snapshot(first.named_parameters(), fp8.scheme, 1))
     snap = snapshot(second.named_parameters(), fp8.scheme, 2)
     wrong = delta.encode(snap, snapshot(first.named_parameters(), fp8.scheme, 3))
-    monkeypatch.setattr(fp8, "_delta", lambda snap: wrong)
+    monkeypatch.setattr(delta, "encode", lambda base, new: wrong)
+    monkeypatch.setattr(fp8.fleet, "options", replace(fp8.fleet.options, whole_every=5))
     assert fp8.install(snap).digest == snap.digest
     assert "needs version 2 whole" in caplog.text
     assert fp8.generate(requests(count=1), SAMPLING, version=2)
