@@ -25,7 +25,7 @@ STREAMS = ("low", "high", "signs", "steps")
 
 def differing(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Ascending positions at which two flat unsigned arrays differ, and new minus old there, modulo 2^bits."""
-    dtype = np.int32 if new.size <= 2**31 else np.int64
+    dtype = position_type(new.size)
     found = [np.empty(0, dtype)]
     for top in range(0, new.size, COMPARED):
         at = _differing(old[top : top + COMPARED], new[top : top + COMPARED])
@@ -103,7 +103,7 @@ class Reader:
 
     def take(self, count: int, size: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
         """Positions and values of the next tensor: `count` changes of `size` elements of an unsigned `dtype`."""
-        where = np.empty(count, np.int32 if size <= 2**31 else np.int64)
+        where = np.empty(count, position_type(size))
         values = np.empty(count, dtype)
         last = -1
         for start in range(0, count, PIECE):
@@ -122,6 +122,11 @@ class Reader:
 
     def _take(self, name: str, count: int) -> np.ndarray:
         return self._streams[name].take(count)
+
+
+def position_type(size: int) -> type:
+    """Signed integers that hold every position in an array of `size` elements."""
+    return np.int32 if size <= 2**31 else np.int64
 
 
 def gap_type(size: int) -> type:

@@ -153,8 +153,7 @@ class VllmSampler:
             info = version.info
         if info.scheme != self.scheme:
             raise SnapshotError(
-                f"version {info.version} is {info.scheme.name!r}, this sampler serves {self.scheme.name!r}; "
-                "start one per scheme"
+                f"version {info.version} is '{info.scheme}', this sampler serves '{self.scheme}'; start one per scheme"
             )
         return Staged(info.version, info.digest, self._commits, self.installer.stage(version))
 
